@@ -1,0 +1,267 @@
+"""Video through libav: decode the packets of one GOP, encode episodes, join them. No other module imports `av`.
+
+Decoding needs no container: a codec context is fed the codec record and the packets of a GOP, from its key frame on,
+in the order they are stored. There is no seek, no file handle and no header read on that path. A frame depends only on
+packets stored before its own, so decoding stops at the last wanted packet and what the decoder still holds back for
+reordering (B-frames) is drained.
+"""
+
+import io
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Protocol
+
+import av
+import numpy as np
+from av.video.reformatter import VideoReformatter
+from numpy.typing import NDArray
+
+UInt8Array = NDArray[np.uint8]
+
+# Presets trade size for time; robot sets are written once and read many times, and these decode equally fast.
+_ENCODERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "av1": ("libsvtav1", {"preset": "10", "svtav1-params": "lp=1"}),
+    "h264": ("libx264", {"preset": "veryfast", "threads": "1", "bf": "0", "x264-params": "scenecut=0"}),
+}
+
+# libav's own `av1` decoder needs hardware; container readers take dav1d too.
+_DECODERS: Mapping[str, str] = {"av1": "libdav1d"}
+
+
+class DecodeError(RuntimeError):
+    """Packets that do not give the wanted frames."""
+
+
+class CodecInfo(Protocol):
+    """What a decoder must know of a stream before its first packet."""
+
+    @property
+    def codec(self) -> str:
+        """libav's name of the codec, such as `av1`, `h264`, `hevc`."""
+
+    @property
+    def extradata(self) -> bytes:
+        """The codec's configuration record as stored in the container."""
+
+
+class GopDecoder:
+    """Decodes wanted frames of one GOP at a time; safe to call from any number of threads.
+
+    Every thread keeps its own `contexts_per_thread` most recently used codec contexts (1-5 MB each), each with one
+    codec thread: parallelism comes from the caller's threads, and libav's own threads are known to dead-lock there.
+    """
+
+    def __init__(self, contexts_per_thread: int = 8) -> None:
+        self._capacity = contexts_per_thread
+        self._local = threading.local()
+
+    def decode(
+        self,
+        codec: CodecInfo,
+        packets: Sequence[bytes | memoryview],
+        pts: Sequence[int],
+        wanted: Sequence[int],
+        out: Sequence[UInt8Array],
+    ) -> None:
+        """Write the frames with presentation times `wanted` into `out`, as rgb24 by libav's default conversion.
+
+        Args:
+            codec: codec name and configuration record.
+            packets: the packets of a GOP in stored order; the first one is a key frame.
+            pts: presentation time of each packet, any unit, each value once.
+            wanted: presentation times asked for, in any order; repeats are allowed.
+            out: one uint8 array [H, W, 3] per wanted frame.
+
+        Raises:
+            DecodeError: a wanted time is in no packet, a frame does not come out, or it has another size than `out`.
+        """
+        targets: dict[int, list[UInt8Array]] = {}
+        for time, array in zip(wanted, out, strict=True):
+            targets.setdefault(time, []).append(array)
+        last = max((index for index, time in enumerate(pts) if time in targets), default=-1)
+        missing = targets.keys() - set(pts)
+        if missing:
+            raise DecodeError(f"no packet has pts {sorted(missing)}; the GOP holds {_span(pts)}")
+        key = (codec.codec, codec.extradata)
+        contexts: OrderedDict[tuple[str, bytes], _Context]
+        try:
+            contexts = self._local.contexts
+        except AttributeError:
+            contexts = self._local.contexts = OrderedDict()
+        # Taken out while in use: a context that failed half-way is not used again.
+        context = contexts.pop(key, None) or _Context(codec)
+        try:
+            context.decode(packets, pts, last, targets)
+        except av.FFmpegError as error:
+            raise DecodeError(f"{codec.codec} decoder refused a packet of the GOP {_span(pts)}: {error}") from error
+        contexts[key] = context
+        if len(contexts) > self._capacity:
+            contexts.popitem(last=False)
+
+    def close(self) -> None:
+        """Drop the calling thread's codec contexts; other threads' go when these threads end."""
+        self._local = threading.local()
+
+
+class _Context:
+    """One open decoder with its colour converter, owned by one thread."""
+
+    def __init__(self, codec: CodecInfo) -> None:
+        self._decoder: Any = av.CodecContext.create(_DECODERS.get(codec.codec, codec.codec), "r")
+        self._decoder.extradata = codec.extradata
+        self._decoder.thread_count = 1
+        # Without this a H.264 decoder guesses the reordering depth of streams that do not state it and may drop
+        # B-frames at the start; a container reader avoids that by probing the file, which this path never sees.
+        self._decoder.options = {"strict": "1"}
+        # One converter for all frames and no helper threads: setting one up costs more than a small frame does.
+        self._reformatter = VideoReformatter()
+        self._used = False
+
+    def decode(
+        self,
+        packets: Sequence[bytes | memoryview],
+        pts: Sequence[int],
+        last: int,
+        targets: dict[int, list[UInt8Array]],
+    ) -> None:
+        if self._used:
+            self._decoder.flush_buffers()
+        self._used = True
+        for index in range(last + 1):
+            packet = av.Packet(packets[index])
+            packet.pts = pts[index]
+            packet.dts = index  # any rising value: only order matters here
+            for frame in self._decoder.decode(packet):
+                self._deliver(frame, targets)
+        if targets:
+            for frame in self._decoder.decode(None):
+                self._deliver(frame, targets)
+        if targets:
+            raise DecodeError(f"no frame came out for pts {sorted(targets)} of the GOP {_span(pts)}")
+
+    def _deliver(self, frame: Any, targets: dict[int, list[UInt8Array]]) -> None:
+        arrays = targets.pop(frame.pts, None)
+        if arrays is None:
+            return
+        if frame.is_corrupt:
+            raise DecodeError(f"the frame with pts {frame.pts} is damaged")
+        pixels = self._reformatter.reformat(frame, format="rgb24", threads=1).to_ndarray()
+        for array in arrays:
+            if array.shape != pixels.shape:
+                raise DecodeError(f"the frame with pts {frame.pts} is {pixels.shape}, expected {array.shape}")
+            array[...] = pixels
+
+
+def _span(pts: Sequence[int]) -> str:
+    return f"of {len(pts)} packets, pts {min(pts)}..{max(pts)}" if pts else "of no packets"
+
+
+def encode_mp4(
+    target: Path | BinaryIO, frames: UInt8Array, *, fps: float, codec: str = "av1", gop: int = 2, crf: int | None = None
+) -> None:
+    """Write one mp4 of `frames`, a key frame every `gop` frames, header at the end as recorders leave it.
+
+    Args:
+        target: path or writable binary file.
+        frames: uint8 [N, H, W, 3] rgb, both sides even (yuv420p).
+        fps: frames per second.
+        codec: `av1` (SVT-AV1) or `h264` (x264, no B-frames); one thread, so callers run several at once.
+        gop: distance of key frames in frames; 2 is what LeRobot records.
+        crf: constant quality; None takes 30 for AV1 (as LeRobot) and 20 for H.264.
+    """
+    if codec not in _ENCODERS:
+        raise ValueError(f"codec={codec!r} is not known; allowed: {', '.join(_ENCODERS)}")
+    if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8 or not len(frames):
+        raise ValueError(f"frames must be uint8 [N, H, W, 3] with N >= 1, given {frames.dtype} {list(frames.shape)}")
+    height, width = frames.shape[1:3]
+    if height % 2 or width % 2:
+        raise ValueError(f"frames are {height}x{width}; yuv420p needs even sides, crop or pad the frames")
+    if gop < 1:
+        raise ValueError(f"gop={gop} is not allowed; give 1 or more frames")
+    encoder, settings = _ENCODERS[codec]
+    options = dict(settings)
+    if codec == "av1":
+        # SVT-AV1 prints its banner on stderr for every clip and has no other switch for it.
+        os.environ.setdefault("SVT_LOG", "1")
+        options["svtav1-params"] += f":keyint={gop}"  # libav's own `g` cannot ask for key frames only
+    quality = crf if crf is not None else {"av1": 30, "h264": 20}[codec]
+    reformatter = VideoReformatter()
+    with av.open(target if not isinstance(target, Path) else str(target), "w", format="mp4") as container:
+        stream: Any = container.add_stream(encoder, rate=_rate(fps), options={**options, "crf": str(quality)})
+        stream.codec_context.gop_size = gop
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.codec_context.thread_count = 1
+        for index, pixels in enumerate(frames):
+            rgb = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")
+            frame = reformatter.reformat(rgb, format="yuv420p", threads=1)
+            frame.pts, frame.time_base = index, 1 / _rate(fps)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+
+
+class Mp4Joiner:
+    """One mp4 made of several mp4s by packet copy, so each of them begins on its own key frame; header first.
+
+    All parts must come from the same encoder settings and size: the codec record of the first serves all.
+    """
+
+    def __init__(self, path: Path, *, fps: float) -> None:
+        self._path = path
+        self._rate = _rate(fps)
+        self._container: Any = None
+        self._stream: Any = None
+        self._record: bytes | None = None
+        self._frames = 0
+
+    def add(self, part: bytes) -> tuple[float, float]:
+        """Append a whole mp4 given as bytes; returns the seconds at which it begins and ends in the joined file."""
+        with av.open(io.BytesIO(part)) as source:
+            stream = source.streams.video[0]
+            record = stream.codec_context.extradata
+            if self._container is None:
+                self._container = av.open(str(self._path), "w", format="mp4", options={"movflags": "faststart"})
+                self._stream = self._container.add_stream_from_template(stream, opaque=True)
+                self._record = record
+            elif record != self._record:
+                raise ValueError(f"{self._path.name}: a part has another codec record; use equal sizes and settings")
+            begin = self._frames
+            shift = round(Fraction(begin) / self._rate / stream.time_base)
+            for packet in source.demux(stream):
+                if packet.size == 0:  # demux ends with an empty packet
+                    continue
+                packet.pts += shift
+                packet.dts += shift
+                packet.stream = self._stream
+                self._container.mux_one(packet)
+                self._frames += 1
+        return float(begin / self._rate), float(self._frames / self._rate)
+
+    def close(self) -> None:
+        """Finish the file."""
+        if self._container is not None:
+            self._container.close()
+            self._container = None
+
+    def __enter__(self) -> "Mp4Joiner":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def join_mp4(path: Path, parts: Iterable[bytes], *, fps: float) -> list[tuple[float, float]]:
+    """Join whole mp4s into one; returns where each begins and ends, in seconds."""
+    with Mp4Joiner(path, fps=fps) as joiner:
+        return [joiner.add(part) for part in parts]
+
+
+def _rate(fps: float) -> Fraction:
+    # Containers store rates as fractions; 1001 covers the television rates (30000/1001).
+    return Fraction(fps).limit_denominator(1001)

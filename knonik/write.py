@@ -1,0 +1,431 @@
+"""Write a LeRobot dataset (v3.0 or v2.1 layout) from arrays, one episode at a time.
+
+Episodes are taken from an iterable as they come: memory holds the few episodes being encoded, never the dataset.
+Encoding runs on threads (libav releases the interpreter lock), one job per episode and camera.
+"""
+
+import io
+import json
+import logging
+import secrets
+import shutil
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from knonik.video import Mp4Joiner, encode_mp4
+from knonik.write_stats import ImageHistogram, column_stats, stats_json
+
+logger = logging.getLogger(__name__)
+
+CHUNK_SIZE = 1000
+VERSIONS = ("v3.0", "v2.1")
+_INDEX_COLUMNS = ("timestamp", "frame_index", "episode_index", "index", "task_index")
+_PATHS = {
+    "v3.0": (
+        "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
+        "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4",
+    ),
+    "v2.1": (
+        "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
+        "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4",
+    ),
+}
+
+Stats = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeData:
+    """One episode in memory.
+
+    Attributes:
+        columns: low-dimensional data, key to [N, D] or [N]; `observation.state` and `action` by custom, float32.
+        frames: camera key to uint8 [N, H, W, 3] rgb, both sides even.
+        task: the instruction.
+    """
+
+    columns: Mapping[str, NDArray[Any]]
+    frames: Mapping[str, NDArray[np.uint8]]
+    task: str
+
+    @property
+    def length(self) -> int:
+        """Number of rows."""
+        return len(next(iter(self.columns.values())))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Encoded:
+    """What is left of an episode once its frames are encoded."""
+
+    columns: Mapping[str, NDArray[Any]]
+    task: str
+    task_index: int
+    index: int
+    first_row: int
+    length: int
+    mp4: Mapping[str, bytes]
+    images: Mapping[str, ImageHistogram]
+
+    def table(self, schema: pa.Schema) -> pa.Table:
+        arrays = []
+        for field in schema:
+            values = np.ascontiguousarray(self.columns[field.name])
+            if pa.types.is_fixed_size_list(field.type):
+                flat = pa.array(values.reshape(-1), field.type.value_type)
+                arrays.append(pa.FixedSizeListArray.from_arrays(flat, field.type.list_size))
+            else:
+                arrays.append(pa.array(values.reshape(-1), field.type))
+        return pa.Table.from_arrays(arrays, schema=schema)
+
+    def stats(self) -> Stats:
+        low = {key: column_stats(values) for key, values in self.columns.items()}
+        return {**low, **{key: image.stats() for key, image in self.images.items()}}
+
+
+class _Layout(Protocol):
+    """Where episodes go: one file each (v2.1), or several to a file (v3.0)."""
+
+    def add(self, episode: _Encoded, schema: pa.Schema) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+def write_lerobot(
+    dest: Path | str,
+    episodes: Iterable[EpisodeData],
+    *,
+    fps: float,
+    robot_type: str,
+    version: str = "v3.0",
+    codec: str = "av1",
+    gop: int = 2,
+    episodes_per_file: int = 100,
+    crf: int | None = None,
+    workers: int = 2,
+) -> Path:
+    """Write `episodes` as a LeRobot dataset and return its folder.
+
+    The folder appears whole or not at all: everything is written into a sibling folder that is renamed at the end.
+
+    Args:
+        dest: folder to create; must not exist.
+        episodes: any iterable; a generator is consumed as encoding goes on.
+        fps: rows per second; row k of an episode has timestamp k / fps.
+        robot_type: name put into `info.json`.
+        version: `v3.0` or `v2.1`.
+        codec: `av1` or `h264`, see `knonik.video.encode_mp4`; likewise `gop` and `crf`.
+        episodes_per_file: v3.0 only, episodes joined in one data file and in one mp4 per camera.
+        workers: encoding threads.
+
+    Raises:
+        ValueError: an option or an episode is not as described; names which.
+        FileExistsError: `dest` exists.
+    """
+    dest = Path(dest)
+    if version not in VERSIONS:
+        raise ValueError(f"version={version!r} is not known; allowed: {', '.join(VERSIONS)}")
+    for name, value in (("episodes_per_file", episodes_per_file), ("workers", workers), ("fps", fps)):
+        if not value > 0:
+            raise ValueError(f"{name}={value} is not allowed; give a value above 0")
+    if dest.exists():
+        raise FileExistsError(f"dest={dest} exists; give a new folder or remove it first")
+    work = dest.with_name(f".{dest.name}.{secrets.token_hex(4)}.tmp")
+    work.mkdir(parents=True)
+    try:
+        layout: _Layout = _V30(work, fps, episodes_per_file) if version == "v3.0" else _V21(work)
+        _write(work, episodes, layout, fps, robot_type, version, codec, gop, crf, workers)
+        work.rename(dest)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    return dest
+
+
+def _write(
+    work: Path,
+    episodes: Iterable[EpisodeData],
+    layout: _Layout,
+    fps: float,
+    robot_type: str,
+    version: str,
+    codec: str,
+    gop: int,
+    crf: int | None,
+    workers: int,
+) -> None:
+    (work / "meta").mkdir()
+    tasks: dict[str, int] = {}
+    images: dict[str, ImageHistogram] = {}
+    schema, features, rows, count = pa.schema([]), {}, 0, 0
+    options = {"fps": fps, "codec": codec, "gop": gop, "crf": crf}
+    for episode in _encode_ahead(episodes, tasks, options, workers):
+        if not count:
+            schema, features = _schema(episode), _features(episode, fps, codec, gop)
+        layout.add(episode, schema)
+        for key, image in episode.images.items():
+            images[key] = images[key] + image if key in images else image
+        rows, count = rows + episode.length, count + 1
+    if not count:
+        raise ValueError("episodes is empty; a dataset needs at least one episode")
+    layout.finish()
+    _write_tasks(work, tasks, version)
+    data_path, video_path = _PATHS[version]
+    info: dict[str, Any] = {
+        "codebase_version": version,
+        "robot_type": robot_type,
+        "total_episodes": count,
+        "total_frames": rows,
+        "total_tasks": len(tasks),
+        "chunks_size": CHUNK_SIZE,
+        "fps": int(fps) if float(fps).is_integer() else fps,
+        "splits": {"train": f"0:{count}"},
+        "data_path": data_path,
+        "video_path": video_path if images else None,
+        "features": features,
+    }
+    if version == "v2.1":
+        info |= {"total_videos": count * len(images), "total_chunks": -(-count // CHUNK_SIZE)}
+    else:
+        info |= {"data_files_size_in_mb": 100, "video_files_size_in_mb": 200}
+        whole = {key: column_stats(_read_column(work, key)) for key in schema.names}
+        whole |= {key: image.stats() for key, image in images.items()}
+        _dump(work / "meta" / "stats.json", stats_json(whole))
+    _dump(work / "meta" / "info.json", info)
+    logger.info("wrote %d episodes, %d rows, %d cameras", count, rows, len(images))
+
+
+def _encode_ahead(
+    episodes: Iterable[EpisodeData], tasks: dict[str, int], options: Mapping[str, Any], workers: int
+) -> Iterator[_Encoded]:
+    """Yield episodes in order while the next ones are being encoded; at most `workers` + 1 are held."""
+    pending: deque[tuple[_Encoded, dict[str, Future[tuple[bytes, ImageHistogram]]]]] = deque()
+    first: EpisodeData | None = None
+    row = 0
+    with ThreadPoolExecutor(workers, thread_name_prefix="knonik-encode") as pool:
+        try:
+            for index, data in enumerate(episodes):
+                first = first or data
+                _check(data, first, index)
+                task_index = tasks.setdefault(data.task, len(tasks))
+                jobs = {key: pool.submit(_encode, frames, options) for key, frames in data.frames.items()}
+                pending.append((_indexed(data, index, row, task_index, float(options["fps"])), jobs))
+                row += data.length
+                if len(pending) > workers:
+                    yield _encoded(*pending.popleft())
+            while pending:
+                yield _encoded(*pending.popleft())
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _encode(frames: NDArray[np.uint8], options: Mapping[str, Any]) -> tuple[bytes, ImageHistogram]:
+    target = io.BytesIO()
+    encode_mp4(target, frames, **options)
+    return target.getvalue(), ImageHistogram.of(frames)
+
+
+def _encoded(episode: _Encoded, jobs: Mapping[str, Future[tuple[bytes, ImageHistogram]]]) -> _Encoded:
+    done = {key: job.result() for key, job in jobs.items()}
+    mp4, images = {k: d[0] for k, d in done.items()}, {k: d[1] for k, d in done.items()}
+    return _Encoded(**{**vars(episode), "mp4": mp4, "images": images})
+
+
+def _indexed(data: EpisodeData, index: int, row: int, task_index: int, fps: float) -> _Encoded:
+    steps = np.arange(data.length)
+    columns = dict(data.columns) | {
+        "timestamp": (steps / fps).astype(np.float32),
+        "frame_index": steps,
+        "episode_index": np.full(data.length, index),
+        "index": row + steps,
+        "task_index": np.full(data.length, task_index),
+    }
+    return _Encoded(
+        columns=columns, task=data.task, task_index=task_index, index=index, first_row=row, length=data.length,
+        mp4={}, images={},
+    )  # fmt: skip
+
+
+def _check(data: EpisodeData, first: EpisodeData, index: int) -> None:
+    if not data.columns:
+        raise ValueError(f"episode {index} has no columns; give at least one, such as 'action'")
+    if clash := set(data.columns) & set(_INDEX_COLUMNS):
+        raise ValueError(f"episode {index}: columns {sorted(clash)} are written by the writer; leave them out")
+    for kind in ("columns", "frames"):
+        given, wanted = getattr(data, kind), getattr(first, kind)
+        if given.keys() != wanted.keys():
+            raise ValueError(f"episode {index} has {kind} {sorted(given)}, episode 0 has {sorted(wanted)}")
+        for key, values in given.items():
+            if len(values) != data.length or not data.length:
+                raise ValueError(f"episode {index}: {key} has {len(values)} rows, expected {max(data.length, 1)}")
+            if values.shape[1:] != wanted[key].shape[1:] or values.dtype != wanted[key].dtype:
+                raise ValueError(
+                    f"episode {index}: {key} is {values.dtype} {list(values.shape[1:])} per row, "
+                    f"episode 0 has {wanted[key].dtype} {list(wanted[key].shape[1:])}"
+                )
+            if kind == "columns" and (values.ndim > 2 or values.dtype.kind not in "fiub"):
+                raise ValueError(f"episode {index}: {key} must be a numeric array [N, D] or [N]")
+
+
+def _width(values: NDArray[Any]) -> int:
+    return int(values.shape[1]) if values.ndim == 2 else 1
+
+
+def _schema(episode: _Encoded) -> pa.Schema:
+    fields = []
+    for key, values in episode.columns.items():
+        scalar, width = pa.from_numpy_dtype(values.dtype), _width(values)
+        fields.append(pa.field(key, scalar if width == 1 else pa.list_(pa.field("element", scalar), width)))
+    return pa.schema(fields)
+
+
+def _features(episode: _Encoded, fps: float, codec: str, gop: int) -> dict[str, Any]:
+    low = {
+        key: {
+            "dtype": values.dtype.name,
+            "shape": [_width(values)],
+            "names": None if key in _INDEX_COLUMNS else [f"{key.split('.')[-1]}_{i}" for i in range(_width(values))],
+        }
+        for key, values in episode.columns.items()
+    }
+    video = {}
+    for key, image in episode.images.items():
+        height, width = image.size
+        info = {"height": height, "width": width, "codec": codec, "pix_fmt": "yuv420p", "is_depth_map": False}
+        info |= {"fps": int(fps) if float(fps).is_integer() else fps, "channels": 3, "g": gop}
+        video[key] = {
+            "dtype": "video",
+            "shape": [height, width, 3],
+            "names": ["height", "width", "channels"],
+            "info": {**{f"video.{name}": value for name, value in info.items()}, "has_audio": False},
+        }
+    return {**low, **video}
+
+
+class _V21:
+    """One parquet and one mp4 per episode and camera; jsonl metadata."""
+
+    def __init__(self, work: Path) -> None:
+        self._work = work
+
+    def add(self, episode: _Encoded, schema: pa.Schema) -> None:
+        data_path, video_path = _PATHS["v2.1"]
+        names: dict[str, Any] = {"episode_chunk": episode.index // CHUNK_SIZE, "episode_index": episode.index}
+        pq.write_table(episode.table(schema), _parent(self._work / data_path.format(**names)))
+        for key, part in episode.mp4.items():
+            _parent(self._work / video_path.format(video_key=key, **names)).write_bytes(part)
+        row = {"episode_index": episode.index, "tasks": [episode.task], "length": episode.length}
+        _append(self._work / "meta" / "episodes.jsonl", row)
+        stats = {"episode_index": episode.index, "stats": stats_json(episode.stats())}
+        _append(self._work / "meta" / "episodes_stats.jsonl", stats)
+
+    def finish(self) -> None:
+        pass
+
+
+class _V30:
+    """Several episodes per parquet (a row group each) and per mp4; parquet metadata."""
+
+    def __init__(self, work: Path, fps: float, episodes_per_file: int) -> None:
+        self._work, self._fps, self._per_file = work, fps, episodes_per_file
+        self._file = -1
+        self._data: pq.ParquetWriter | None = None
+        self._parts: dict[str, list[bytes]] = {}
+        self._rows: list[dict[str, Any]] = []
+
+    def add(self, episode: _Encoded, schema: pa.Schema) -> None:
+        if episode.index % self._per_file == 0:
+            self._close_file()
+            self._file += 1
+            path = _parent(self._work / _PATHS["v3.0"][0].format(**self._place()))
+            self._data = pq.ParquetWriter(path, schema, compression="snappy")
+        assert self._data is not None
+        self._data.write_table(episode.table(schema), row_group_size=max(episode.length, 1))
+        row: dict[str, Any] = {"episode_index": episode.index, "tasks": [episode.task], "length": episode.length}
+        row |= {f"data/{name}": value for name, value in self._place().items()}
+        row |= {"dataset_from_index": episode.first_row, "dataset_to_index": episode.first_row + episode.length}
+        for key, part in episode.mp4.items():
+            self._parts.setdefault(key, []).append(part)
+            row |= {f"videos/{key}/{name}": value for name, value in self._place().items()}
+        for key, stats in stats_json(episode.stats()).items():
+            row |= {f"stats/{key}/{name}": value for name, value in stats.items()}
+        self._rows.append(row)
+
+    def finish(self) -> None:
+        self._close_file()
+        for row in self._rows:
+            row |= {"meta/episodes/chunk_index": 0, "meta/episodes/file_index": 0}
+        path = _parent(self._work / "meta/episodes/chunk-000/file-000.parquet")
+        pq.write_table(pa.Table.from_pylist(self._rows), path, compression="snappy", row_group_size=1000)
+
+    def _place(self) -> dict[str, int]:
+        return {"chunk_index": self._file // CHUNK_SIZE, "file_index": self._file % CHUNK_SIZE}
+
+    def _close_file(self) -> None:
+        if self._data is None:
+            return
+        self._data.close()
+        for key, parts in self._parts.items():
+            path = _parent(self._work / _PATHS["v3.0"][1].format(video_key=key, **self._place()))
+            rows = self._rows[-len(parts) :]
+            if len(parts) == 1:  # a file that was never joined keeps its header at the end, as recorders leave it
+                path.write_bytes(parts[0])
+                spans = [(0.0, rows[0]["length"] / self._fps)]
+            else:
+                with Mp4Joiner(path, fps=self._fps) as joiner:
+                    spans = [joiner.add(part) for part in parts]
+            for row, (begin, end) in zip(rows, spans, strict=True):
+                row |= {f"videos/{key}/from_timestamp": begin, f"videos/{key}/to_timestamp": end}
+        self._parts = {}
+
+
+def _write_tasks(work: Path, tasks: Mapping[str, int], version: str) -> None:
+    if version == "v2.1":
+        for task, index in tasks.items():
+            _append(work / "meta" / "tasks.jsonl", {"task_index": index, "task": task})
+        return
+    # The text is the index of a pandas frame; this is the note by which pandas finds its index again.
+    text = {"name": "task", "field_name": "task", "pandas_type": "unicode", "numpy_type": "object", "metadata": None}
+    number = {**text, "name": "task_index", "field_name": "task_index", "pandas_type": "int64", "numpy_type": "int64"}
+    pandas = {"index_columns": ["task"], "column_indexes": [], "columns": [number, text], "pandas_version": "2.2.0"}
+    fields = [pa.field("task_index", pa.int64()), pa.field("task", pa.string())]
+    schema = pa.schema(fields, metadata={"pandas": json.dumps(pandas)})
+    table = pa.Table.from_arrays(
+        [pa.array(tasks.values(), pa.int64()), pa.array(tasks.keys(), pa.string())], schema=schema
+    )
+    pq.write_table(table, work / "meta" / "tasks.parquet")
+
+
+def _read_column(work: Path, key: str) -> NDArray[Any]:
+    """All rows of one column, read back: the statistics of a whole dataset need one column in memory, not all."""
+    parts = []
+    for path in sorted((work / "data").rglob("*.parquet")):
+        column = pq.read_table(path, columns=[key])[key].combine_chunks()
+        if pa.types.is_fixed_size_list(column.type):
+            parts.append(column.flatten().to_numpy(zero_copy_only=False).reshape(-1, column.type.list_size))
+        else:
+            parts.append(column.to_numpy(zero_copy_only=False))
+    return np.concatenate(parts)
+
+
+def _parent(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _append(path: Path, row: Mapping[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def _dump(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=4, ensure_ascii=False), encoding="utf-8")

@@ -41,7 +41,7 @@ class CodecInfo(Protocol):
     """What a decoder must know of a stream before its first packet."""
 
     @property
-    def codec(self) -> str:
+    def name(self) -> str:
         """libav's name of the codec, such as `av1`, `h264`, `hevc`."""
 
     @property
@@ -87,7 +87,7 @@ class GopDecoder:
         missing = targets.keys() - set(pts)
         if missing:
             raise DecodeError(f"no packet has pts {sorted(missing)}; the GOP holds {_span(pts)}")
-        key = (codec.codec, codec.extradata)
+        key = (codec.name, codec.extradata)
         contexts: OrderedDict[tuple[str, bytes], _Context]
         try:
             contexts = self._local.contexts
@@ -98,7 +98,7 @@ class GopDecoder:
         try:
             context.decode(packets, pts, last, targets)
         except av.FFmpegError as error:
-            raise DecodeError(f"{codec.codec} decoder refused a packet of the GOP {_span(pts)}: {error}") from error
+            raise DecodeError(f"{codec.name} decoder refused a packet of the GOP {_span(pts)}: {error}") from error
         contexts[key] = context
         if len(contexts) > self._capacity:
             contexts.popitem(last=False)
@@ -112,7 +112,7 @@ class _Context:
     """One open decoder with its colour converter, owned by one thread."""
 
     def __init__(self, codec: CodecInfo) -> None:
-        self._decoder: Any = av.CodecContext.create(_DECODERS.get(codec.codec, codec.codec), "r")
+        self._decoder: Any = av.CodecContext.create(_DECODERS.get(codec.name, codec.name), "r")
         self._decoder.extradata = codec.extradata
         self._decoder.thread_count = 1
         # Without this a H.264 decoder guesses the reordering depth of streams that do not state it and may drop
@@ -133,7 +133,7 @@ class _Context:
             self._decoder.flush_buffers()
         self._used = True
         for index in range(last + 1):
-            packet = av.Packet(packets[index])
+            packet = av.Packet(packets[index])  # type: ignore[arg-type]  # any buffer is taken
             packet.pts = pts[index]
             packet.dts = index  # any rising value: only order matters here
             for frame in self._decoder.decode(packet):
@@ -220,8 +220,8 @@ class Mp4Joiner:
 
     def add(self, part: bytes) -> tuple[float, float]:
         """Append a whole mp4 given as bytes; returns the seconds at which it begins and ends in the joined file."""
-        with av.open(io.BytesIO(part)) as source:
-            stream = source.streams.video[0]
+        with av.open(io.BytesIO(part), "r") as source:
+            stream: Any = source.streams.video[0]
             record = stream.codec_context.extradata
             if self._container is None:
                 self._container = av.open(str(self._path), "w", format="mp4", options={"movflags": "faststart"})

@@ -13,7 +13,7 @@ IMAGE_SIDE = 160  # they are thinned to at most this many rows and columns
 
 
 def column_stats(values: NDArray[Any]) -> dict[str, NDArray[Any]]:
-    """min, max, mean, std, count and quantiles over the rows of [N, D] or [N]; each of shape [D], count of shape [1]."""
+    """min, max, mean, std and quantiles over the rows of [N, D] or [N], each of shape [D]; count of shape [1]."""
     rows = values.reshape(len(values), -1)
     wide = rows.astype(np.float64)
     quantiles = np.quantile(wide, list(QUANTILES.values()), axis=0)

@@ -58,8 +58,16 @@ class EpisodeTable:
         unknown = self.ids[found] != wanted
         if np.any(unknown):
             few = ", ".join(str(i) for i in np.unique(wanted[unknown])[:8])
-            raise KeyError(f"episode ids {few} are not in use; the {len(self)} in use run from {self.ids[0]} to {self.ids[-1]}")
+            raise KeyError(
+                f"episode ids {few} are not in use; the {len(self)} in use run from {self.ids[0]} to {self.ids[-1]}"
+            )
         return found
+
+    def position(self, episode: int) -> int:
+        """Position in the table of one episode id; KeyError if it is not there."""
+        if 0 <= episode < len(self.ids) and self.ids[episode] == episode:  # ids without gaps, nearly always
+            return episode
+        return int(self.positions(episode))
 
     def subset(self, ids: Sequence[int]) -> "EpisodeTable":
         """The table of some episodes only; `first_row` still counts rows of the whole dataset."""

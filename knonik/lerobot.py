@@ -103,14 +103,19 @@ class _Rows:
 def _episodes_v2(files: Mapping[str, bytes]) -> _Rows:
     source = "meta/episodes.jsonl"
     lines = _json_lines(files, source)
-    columns = {name: np.array([int(_get(line, name, source)) for line in lines], np.int64) for name in ("episode_index", "length")}
+    columns = {
+        name: np.array([int(_get(line, name, source)) for line in lines], np.int64)
+        for name in ("episode_index", "length")
+    }
     return _sorted(columns, [_texts(line.get("tasks")) for line in lines], source)
 
 
 def _episodes_v3(files: Mapping[str, bytes]) -> _Rows:
     keys = sorted(key for key in files if key.startswith("meta/episodes/") and key.endswith(".parquet"))
     if not keys:
-        raise MetadataError("meta/episodes: no parquet file there; a v3.0 dataset lists its episodes in meta/episodes/chunk-000/file-000.parquet")
+        raise MetadataError(
+            "meta/episodes: no parquet file there; a v3.0 dataset lists its episodes in meta/episodes/chunk-000/file-000.parquet"
+        )
     parts = []
     for key in keys:
         with _parquet(files[key], key) as file:
@@ -140,7 +145,11 @@ def _sorted(columns: dict[str, NDArray[Any]], tasks: list[tuple[str, ...]], sour
         raise MetadataError(f"{source}: episode_index {twice[0]} stands there twice")
     if np.any(rows.ints("length") <= 0):
         raise MetadataError(f"{source}: length of episode {ids[rows.ints('length') <= 0][0]} is not positive")
-    return _Rows(columns={name: column[order] for name, column in columns.items()}, tasks=[tasks[i] for i in order], source=source)
+    return _Rows(
+        columns={name: column[order] for name, column in columns.items()},
+        tasks=[tasks[i] for i in order],
+        source=source,
+    )
 
 
 def _table(rows: _Rows, info: Mapping[str, Any], features: Mapping[str, Any], sizes: Mapping[str, int]) -> EpisodeTable:
@@ -153,7 +162,9 @@ def _table(rows: _Rows, info: Mapping[str, Any], features: Mapping[str, Any], si
         if not any(f"/{name}/" in key for key in sizes):
             logger.warning("camera %s is declared in meta/info.json but has no files; it is left out", name)
             continue
-        paths, per_episode = _resolve(info, "video_path", VIDEO_TEMPLATES, rows, f"videos/{name}", name, chunks_size, sizes)
+        paths, per_episode = _resolve(
+            info, "video_path", VIDEO_TEMPLATES, rows, f"videos/{name}", name, chunks_size, sizes
+        )
         keys, number = np.unique(np.array(paths), return_inverse=True)
         start = np.zeros(len(ids))
         if not per_episode:
@@ -162,8 +173,12 @@ def _table(rows: _Rows, info: Mapping[str, Any], features: Mapping[str, Any], si
                 raise MetadataError(f"{rows.source}: column videos/{name}/from_timestamp is missing")
             start = column.astype(np.float64)
         if not np.all(np.isfinite(start)):
-            raise MetadataError(f"{rows.source}: videos/{name}/from_timestamp of episode {ids[~np.isfinite(start)][0]} is empty")
-        cameras[name] = CameraTable(keys=tuple(keys.tolist()), object=number.reshape(-1).astype(np.int64), start_s=start)
+            raise MetadataError(
+                f"{rows.source}: videos/{name}/from_timestamp of episode {ids[~np.isfinite(start)][0]} is empty"
+            )
+        cameras[name] = CameraTable(
+            keys=tuple(keys.tolist()), object=number.reshape(-1).astype(np.int64), start_s=start
+        )
 
     paths, per_episode = _resolve(info, "data_path", DATA_TEMPLATES, rows, "data", None, chunks_size, sizes)
     data_keys, data_object = np.unique(np.array(paths), return_inverse=True)
@@ -207,12 +222,16 @@ def _resolve(
     declared = info.get(template_key)
     candidates = [str(declared)] if declared else []
     candidates += [template for template in defaults if template not in candidates]
-    candidates += [f"video/{template.removeprefix('videos/')}" for template in candidates if template.startswith("videos/")]
+    candidates += [
+        f"video/{template.removeprefix('videos/')}" for template in candidates if template.startswith("videos/")
+    ]
     failures = []
     for template in candidates:
         joined = "{chunk_index" in template or "{file_index" in template
         if joined and (chunk is None or file is None):
-            failures.append(f"{template} needs columns {column_prefix}/chunk_index and file_index, which {rows.source} lacks")
+            failures.append(
+                f"{template} needs columns {column_prefix}/chunk_index and file_index, which {rows.source} lacks"
+            )
             continue
         try:
             paths = [
@@ -231,11 +250,15 @@ def _resolve(
         missing = [path for path in paths if path not in sizes]
         if not missing:
             if declared and template != declared:
-                logger.warning("meta/info.json: %s %r does not match the files; they follow %r", template_key, declared, template)
+                logger.warning(
+                    "meta/info.json: %s %r does not match the files; they follow %r", template_key, declared, template
+                )
             return paths, not joined
         failures.append(f"{template}: {len(missing)} of {len(paths)} are missing, the first is {missing[0]}")
     what = f"video files of camera {camera}" if camera else "data files"
-    raise MetadataError(f"meta/info.json: no {template_key} template leads to all {what}. Tried: " + "; ".join(failures))
+    raise MetadataError(
+        f"meta/info.json: no {template_key} template leads to all {what}. Tried: " + "; ".join(failures)
+    )
 
 
 def _tasks(files: Mapping[str, bytes]) -> dict[int, str]:
@@ -253,7 +276,9 @@ def _tasks(files: Mapping[str, bytes]) -> dict[int, str]:
         source = "meta/tasks.jsonl"
         pairs = [(_get(line, "task_index", source), _get(line, "task", source)) for line in _json_lines(files, source)]
     else:
-        raise MetadataError("meta/tasks.parquet and meta/tasks.jsonl are both missing; one must give task_index and task")
+        raise MetadataError(
+            "meta/tasks.parquet and meta/tasks.jsonl are both missing; one must give task_index and task"
+        )
     tasks: dict[int, str] = {}
     for index, task in pairs:
         if tasks.setdefault(int(index), str(task)) != str(task):

@@ -44,6 +44,11 @@ class CodecRecord:
     height: int
     timescale: int
 
+    @property
+    def codec(self) -> str:
+        """Same as `name`; the decoder asks for it under this word."""
+        return self.name
+
 
 @dataclass(frozen=True, kw_only=True)
 class PacketTable:
@@ -94,7 +99,9 @@ def _fetch_moov(store: Store, key: str, total: int) -> bytes:
         if position == 0 and kind not in (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide"):
             raise Mp4Error(f"{key}: starts with {head[:8]!r}, which is no MP4 box")
         if length < header or position + length > total:
-            raise Mp4Error(f"{key}: box {kind!r} at byte {position} claims {length} bytes, the file has {total}; truncated?")
+            raise Mp4Error(
+                f"{key}: box {kind!r} at byte {position} claims {length} bytes, the file has {total}; truncated?"
+            )
         if kind == b"moov":
             return store.read_range(key, position + header, length - header)
         position += length
@@ -138,7 +145,9 @@ def _need(data: bytes, key: str, *path: bytes) -> bytes:
 
 def _parse_moov(moov: bytes, key: str) -> PacketTable:
     if _child(moov, b"mvex") is not None:
-        raise Mp4Error(f"{key}: fragmented MP4 (mvex box) is not supported; remux it without fragments, packets can be copied")
+        raise Mp4Error(
+            f"{key}: fragmented MP4 (mvex box) is not supported; remux it without fragments, packets can be copied"
+        )
     tracks = [box.body for box in _boxes(moov) if box.kind == b"trak"]
     video = [track for track in tracks if (_child(track, b"mdia", b"hdlr") or b"")[8:12] == b"vide"]
     if not video:
@@ -158,7 +167,11 @@ def _parse_moov(moov: bytes, key: str) -> PacketTable:
     media_time = np.cumsum(duration) - duration
     ctts = _child(stbl, b"ctts")
     # Version 0 is unsigned by the standard, yet writers put negative offsets there and readers take them as signed.
-    delay = _runs(ctts, count, key, "ctts").astype(np.int32).astype(np.int64) if ctts is not None else np.zeros(count, np.int64)
+    delay = (
+        _runs(ctts, count, key, "ctts").astype(np.int32).astype(np.int64)
+        if ctts is not None
+        else np.zeros(count, np.int64)
+    )
     sync = np.ones(count, np.bool_)
     stss = _child(stbl, b"stss")
     if stss is not None:
@@ -174,7 +187,13 @@ def _parse_moov(moov: bytes, key: str) -> PacketTable:
     # Negative composition offsets: decode times move down so that no packet is decoded after its presentation.
     lead = max(0, -int(delay.min())) if count else 0
     return PacketTable(
-        codec=codec, offset=offset, size=size, pts=composed + shift, dts=media_time - lead + shift, sync=sync, shown=shown
+        codec=codec,
+        offset=offset,
+        size=size,
+        pts=composed + shift,
+        dts=media_time - lead + shift,
+        sync=sync,
+        shown=shown,
     )
 
 
@@ -182,7 +201,9 @@ def _codec(stsd: bytes, timescale: int, key: str) -> CodecRecord:
     entry = next(_boxes(stsd, 8), None)
     if entry is None or entry.kind not in CODECS:
         known = ", ".join(kind.decode() for kind in CODECS)
-        raise Mp4Error(f"{key}: video format {entry.kind if entry else b''!r} is not supported; supported sample entries: {known}")
+        raise Mp4Error(
+            f"{key}: video format {entry.kind if entry else b''!r} is not supported; supported sample entries: {known}"
+        )
     name, config_box = CODECS[entry.kind]
     width, height = struct.unpack_from(">HH", entry.body, 24)
     config = next((box.body for box in _boxes(entry.body, _SAMPLE_ENTRY_HEADER) if box.kind == config_box), None)
@@ -243,7 +264,9 @@ def _sample_offsets(stbl: bytes, size: NDArray[np.int64], key: str) -> NDArray[n
     repeats = np.diff(np.append(runs[:, 0], len(chunks) + 1))
     per_chunk = np.repeat(runs[:, 1], repeats)
     if len(per_chunk) != len(chunks) or per_chunk.sum() != len(size):
-        raise Mp4Error(f"{key}: stsc places {int(per_chunk.sum())} packets in {len(chunks)} chunks, stsz has {len(size)}")
+        raise Mp4Error(
+            f"{key}: stsc places {int(per_chunk.sum())} packets in {len(chunks)} chunks, stsz has {len(size)}"
+        )
     ends = np.cumsum(size)
     before = ends - size
     first_of_chunk = np.cumsum(per_chunk) - per_chunk
@@ -267,7 +290,9 @@ def _edit(track: bytes, timescale: int, movie_scale: int, key: str) -> tuple[int
     if not entries:
         return whole
     if len(entries) > 1:
-        raise Mp4Error(f"{key}: an edit list with {len(entries)} segments is not supported; remux the file, packets can be copied")
+        raise Mp4Error(
+            f"{key}: an edit list with {len(entries)} segments is not supported; remux the file, packets can be copied"
+        )
     duration, start, rate = entries[0]
     if rate != 0x10000:
         raise Mp4Error(f"{key}: an edit list with rate {rate / 0x10000:g} is not supported, only 1")

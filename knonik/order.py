@@ -132,7 +132,9 @@ class AnchorOrder:
         total = int(self._ends[-1]) if len(ids) else 0
         if total == 0:
             longest = int(lengths.max()) if len(lengths) else 0
-            raise ValueError(f"no anchor steps: {len(ids)} episodes, the longest has {longest} rows, horizon is {horizon}")
+            raise ValueError(
+                f"no anchor steps: {len(ids)} episodes, the longest has {longest} rows, horizon is {horizon}"
+            )
         self._total = total
         self._permutation = Permutation(total, seed, epoch) if shuffle else None
 

@@ -1,0 +1,185 @@
+"""`open` a LeRobot dataset where it lies, and ask it for frames, rows, order and statistics."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from knonik.columns import Column, load_columns
+from knonik.episodes import EpisodeTable
+from knonik.gop import Gop
+from knonik.index import VideoIndex, load_index
+from knonik.lerobot import Metadata, read_metadata
+from knonik.order import AnchorOrder
+from knonik.statistics import Statistics, cached_statistics
+from knonik.store import Store, open_store
+from knonik.windows import window_frames
+
+
+def open(
+    uri: str | os.PathLike[str],
+    *,
+    cache_dir: str | os.PathLike[str] | None = None,
+    episodes: Sequence[int] | None = None,
+) -> "Dataset":
+    """Open a LeRobot v2.0, v2.1 or v3.0 dataset in place.
+
+    Args:
+        uri: /path, file:///path or s3://bucket/prefix.
+        cache_dir: folder for the index and the columns; default $KNONIK_CACHE, else the user's cache folder.
+        episodes: ids of the episodes to use; default all.
+
+    Raises:
+        FileNotFoundError: nothing there.
+        knonik.lerobot.MetadataError: the metadata is damaged or contradicts the files.
+        KeyError: an episode id does not exist.
+    """
+    store = open_store(uri)
+    try:
+        metadata = read_metadata(store)
+        folder = _cache_root(cache_dir) / metadata.fingerprint
+        index = load_index(store, metadata, folder)
+        return Dataset(
+            store,
+            metadata,
+            index,
+            folder,
+            metadata.episodes if episodes is None else metadata.episodes.subset(episodes),
+        )
+    except BaseException:
+        store.close()
+        raise
+
+
+def _cache_root(cache_dir: str | os.PathLike[str] | None) -> Path:
+    if cache_dir is not None:
+        return Path(cache_dir)
+    if own := os.environ.get("KNONIK_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "knonik"
+
+
+class Dataset:
+    """An opened dataset; made by `open`.
+
+    Attributes:
+        uri, version, fps, features, tasks, fingerprint: from the metadata; tasks maps task_index to text.
+        cameras: keys of the cameras that have video.
+        episodes: table of the episodes in use.
+        store, index: for readers that fetch and decode on their own.
+    """
+
+    def __init__(
+        self, store: Store, metadata: Metadata, index: VideoIndex, folder: Path, episodes: EpisodeTable
+    ) -> None:
+        self.store = store
+        self.index = index
+        self.uri = store.uri
+        self.version = metadata.version
+        self.fps = metadata.fps
+        self.features: dict[str, dict[str, Any]] = metadata.features
+        self.tasks = metadata.tasks
+        self.fingerprint = metadata.fingerprint
+        self.cameras = list(metadata.episodes.cameras)
+        self.episodes = episodes
+        self._all_episodes = metadata.episodes
+        self._folder = folder
+
+    def __len__(self) -> int:
+        return self.episodes.num_rows
+
+    def __repr__(self) -> str:
+        return (
+            f"Dataset({self.uri!r}, {self.version}, {len(self.episodes)} episodes, {len(self)} rows, {self.fps:g} fps)"
+        )
+
+    def column(self, key: str) -> Column:
+        """Read-only memory-mapped values [R, D] of one column over all R rows of the whole dataset; index it with `rows`."""
+        return self.columns([key])[key]
+
+    def columns(self, keys: Sequence[str]) -> dict[str, Column]:
+        """`column` for several keys, read in one pass over the data files."""
+        return load_columns(self.store, self._all_episodes, keys, self._folder)
+
+    def rows(self, episodes: NDArray[np.int64], frames: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Row numbers for `column`, of episode ids [B] and frames [B] or [B, T] inside them."""
+        first = self.episodes.first_row[self.episodes.positions(episodes)]
+        return frames + first.reshape(first.shape + (1,) * (frames.ndim - first.ndim))
+
+    def window(
+        self, episodes: NDArray[np.int64], frames: NDArray[np.int64], offsets: Sequence[int] | range
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Frames [B, T] at `offsets` from anchors [B], the edge frame repeated beyond the episode, and is_pad [B, T]."""
+        return window_frames(frames, self.episodes.length[self.episodes.positions(episodes)], offsets)
+
+    def texts(self, episodes: NDArray[np.int64], frames: NDArray[np.int64]) -> list[str]:
+        """Task text of each row [B], looked up by the value of its task_index."""
+        values = self.column("task_index")[self.rows(episodes, frames), 0].tolist()
+        try:
+            return [self.tasks[value] for value in values]
+        except KeyError as error:
+            raise KeyError(f"task_index {error} stands in the rows but not in the table of tasks under meta/") from None
+
+    def locate(self, episode: int, camera: str, frame: int) -> tuple[str, int]:
+        """(object key, frame number inside it) of a row; the episode must be in use."""
+        self.episodes.position(episode)
+        return self.index.locate(episode, camera, frame)
+
+    def gop(self, key: str, frame: int) -> Gop:
+        """The packets that present frame `frame` of video object `key`."""
+        return self.index.gop(key, frame)
+
+    def frame(self, *, episode: int, camera: str, frame: int) -> NDArray[np.uint8]:
+        """The picture of a row, uint8 [H, W, 3] RGB, the very one the stock loader gives.
+
+        Raises:
+            ValueError: the nearest frame is further from the row's timestamp than the stock tolerance of 1e-4 s.
+        """
+        from knonik.video import GopDecoder
+
+        key, number = self.locate(episode, camera, frame)
+        off_s = self.index.off_s(camera, episode, frame)
+        if off_s:
+            raise ValueError(
+                f"episode {episode}, camera {camera}, frame {frame}: the nearest video frame ({number} of {key}) is {off_s:.6f} s away from the "
+                f"row's timestamp, the stock tolerance is 0.0001 s; {self.index.num_far_rows(camera)} rows of the dataset are like this"
+            )
+        gop = self.index.gop(key, number).through(number)
+        picture = np.empty((gop.codec.height, gop.codec.width, 3), np.uint8)
+        decoder = GopDecoder()
+        try:
+            decoder.decode(gop.codec, gop.read(self.store), gop.pts.tolist(), [gop.pts_of(number)], [picture])
+        finally:
+            decoder.close()
+        return picture
+
+    def image_shape(self, camera: str) -> tuple[int, int]:
+        """(height, width) of a camera's pictures, from the video itself."""
+        key, number = self.index.locate(int(self.episodes.ids[0]), camera, 0)
+        codec = self.index.gop(key, number).codec
+        return codec.height, codec.width
+
+    def order(self, *, seed: int, epoch: int, horizon: int = 1, shuffle: bool = True) -> AnchorOrder:
+        """Order of the anchor steps in one epoch: item i is (episode id, frame), in O(1). See `AnchorOrder`."""
+        table = self.episodes
+        return AnchorOrder(table.ids, table.length, seed=seed, epoch=epoch, horizon=horizon, shuffle=shuffle)
+
+    def statistics(self, key: str) -> Statistics:
+        """Min, max, mean, std, q01, q99 of a column, float64 [D], over all rows of the episodes in use."""
+        return cached_statistics(key, self.column(key), self.episodes, self._folder)
+
+    def close(self) -> None:
+        """Release the store's connections; mapped columns go when they are no longer referenced."""
+        self.store.close()
+
+    def __enter__(self) -> "Dataset":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,128 @@
+"""Which packets give which frame of a video object: the group of pictures (GOP) as the unit of fetching and decoding."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from knonik.mp4 import CodecRecord, PacketTable
+from knonik.store import Store
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gop:
+    """Packets to feed to a decoder, from a sync packet on, and the frames they present.
+
+    key: object. offsets, sizes, pts, dts: [P] per packet, in decode order. frames: numbers of the presented frames inside the object, in order.
+    frame_pts: [len(frames)] their pts, in ticks of codec.timescale. last_packet: [len(frames)] index of the last packet that must be fed before
+    the frame (and all earlier ones) can come out; larger than the frame's own place where B-frames are reordered.
+    """
+
+    key: str
+    codec: CodecRecord
+    offsets: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    pts: NDArray[np.int64]
+    dts: NDArray[np.int64]
+    frames: range
+    frame_pts: NDArray[np.int64]
+    last_packet: NDArray[np.int64]
+
+    def pts_of(self, frame: int) -> int:
+        """Pts of a frame, given by its number inside the object."""
+        return int(self.frame_pts[self._place(frame)])
+
+    def through(self, frame: int) -> "Gop":
+        """The GOP cut after the last packet and frame needed to present `frame`."""
+        place = self._place(frame)
+        packets = int(self.last_packet[place]) + 1
+        return replace(
+            self,
+            offsets=self.offsets[:packets],
+            sizes=self.sizes[:packets],
+            pts=self.pts[:packets],
+            dts=self.dts[:packets],
+            frames=self.frames[: place + 1],
+            frame_pts=self.frame_pts[: place + 1],
+            last_packet=self.last_packet[: place + 1],
+        )
+
+    def span(self) -> tuple[int, int]:
+        """(offset, length) of the smallest byte range that holds all packets."""
+        start = int(self.offsets.min())
+        return start, int((self.offsets + self.sizes).max()) - start
+
+    def packets(self, body: bytes | memoryview) -> list[memoryview]:
+        """Cut the bytes of `span()` into packets, in decode order, without copying."""
+        view, start = memoryview(body), int(self.offsets.min())
+        begins = (self.offsets - start).tolist()
+        return [view[begin : begin + size] for begin, size in zip(begins, self.sizes.tolist(), strict=True)]
+
+    def read(self, store: Store) -> list[memoryview]:
+        """Fetch the packets with one range read."""
+        return self.packets(store.read_range(self.key, *self.span()))
+
+    def _place(self, frame: int) -> int:
+        try:
+            return self.frames.index(frame)
+        except ValueError:
+            held = f"{self.frames.start}..{self.frames.stop - 1}"
+            raise IndexError(f"{self.key}: frame {frame} is not in this GOP, which presents frames {held}") from None
+
+
+class ObjectIndex:
+    """Frames of one video object in presentation order, with O(log GOPs) access to the packets of any of them.
+
+    pts: [F] pts of each presented frame, rising, in ticks of `codec.timescale`.
+    """
+
+    def __init__(self, key: str, table: PacketTable) -> None:
+        self.key = key
+        self.codec = table.codec
+        self._table = table
+        shown = np.flatnonzero(table.shown)
+        # Packet that holds each frame: presentation order is pts order.
+        packet_of_frame = shown[np.argsort(table.pts[shown], kind="stable")]
+        self.pts: NDArray[np.int64] = table.pts[packet_of_frame]
+        self._needs = np.maximum.accumulate(packet_of_frame)
+        self._sync = np.flatnonzero(table.sync)
+        # A GOP presents the frames from its sync frame up to the next one. Leading pictures of an open GOP are stored after the next sync packet
+        # but refer back, so they belong here; `_needs` then reaches past that sync packet.
+        self._first_frame = np.searchsorted(self.pts, table.pts[self._sync])
+        self._first_frame[:1] = 0
+
+    def __len__(self) -> int:
+        return len(self.pts)
+
+    @property
+    def frame_times_s(self) -> NDArray[np.float64]:
+        """[F] presentation times in seconds, correctly rounded as a container reader gives them."""
+        return self.pts / self.codec.timescale
+
+    def gop(self, frame: int) -> Gop:
+        """The GOP that presents a frame of this object."""
+        if not 0 <= frame < len(self.pts):
+            raise IndexError(f"{self.key}: frame {frame} was asked for, the object has {len(self.pts)}")
+        number = int(np.searchsorted(self._first_frame, frame, side="right")) - 1
+        first = int(self._first_frame[number])
+        stop = int(self._first_frame[number + 1]) if number + 1 < len(self._first_frame) else len(self.pts)
+        start = int(self._sync[number])
+        packets = slice(start, int(self._needs[stop - 1]) + 1)
+        table = self._table
+        return Gop(
+            key=self.key,
+            codec=self.codec,
+            offsets=table.offset[packets],
+            sizes=table.size[packets],
+            pts=table.pts[packets],
+            dts=table.dts[packets],
+            frames=range(first, stop),
+            frame_pts=self.pts[first:stop],
+            last_packet=np.maximum(self._needs[first:stop] - start, 0),
+        )
+
+
+def gop_numbers(index: ObjectIndex, frames: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+    """GOP number of many frames of one object: frames with equal numbers come out of the same packets."""
+    return np.searchsorted(index._first_frame, np.asarray(frames, np.int64), side="right") - 1

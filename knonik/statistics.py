@@ -1,0 +1,65 @@
+"""Statistics of a column over the rows of some episodes, as normalisation needs them."""
+
+import hashlib
+import json
+import logging
+from pathlib import Path
+from urllib.parse import quote
+
+import numpy as np
+from numpy.typing import NDArray
+
+from knonik.columns import Column
+from knonik.episodes import EpisodeTable
+from knonik.index import write_atomically
+
+logger = logging.getLogger(__name__)
+
+FIELDS = ("min", "max", "mean", "std", "q01", "q99")
+Statistics = dict[str, NDArray[np.float64]]
+
+
+def column_statistics(column: Column, episodes: EpisodeTable) -> Statistics:
+    """Min, max, mean, std (ddof 0) and the 1 % and 99 % quantiles (linear interpolation), each float64 [D].
+
+    Args:
+        column: [rows of the dataset, D].
+        episodes: the episodes in use; other rows are left out.
+    """
+    values = np.concatenate(
+        [column[begin : begin + n] for begin, n in zip(episodes.first_row, episodes.length, strict=True)]
+    )
+    values = values.astype(np.float32)
+    if not np.all(np.isfinite(values)):
+        raise ValueError("the column holds values that are not finite; statistics would not be either")
+    low, high = np.quantile(values, (0.01, 0.99), axis=0)
+    return {
+        "min": values.min(axis=0).astype(np.float64),
+        "max": values.max(axis=0).astype(np.float64),
+        # Summed in double precision: float32 sums over millions of rows lose digits.
+        "mean": values.mean(axis=0, dtype=np.float64),
+        "std": values.std(axis=0, dtype=np.float64),
+        "q01": low.astype(np.float64),
+        "q99": high.astype(np.float64),
+    }
+
+
+def cached_statistics(key: str, column: Column, episodes: EpisodeTable, folder: Path) -> Statistics:
+    """`column_statistics`, kept as JSON under `folder` by the set of episode ids and the column's name."""
+    subset = hashlib.sha256(episodes.ids.astype("<i8").tobytes()).hexdigest()[:16]
+    path = folder / f"statistics-{quote(key, safe='')}-{subset}.json"
+    if path.exists():
+        try:
+            stored = json.loads(path.read_bytes())
+            found = {name: np.array(stored[name], np.float64) for name in FIELDS}
+            if all(values.shape == (column.shape[1],) for values in found.values()):
+                return found
+            logger.warning("statistics cache %s has another width than %s; it is computed again", path, key)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("statistics cache %s is damaged (%s); it is computed again", path, error)
+    try:
+        found = column_statistics(column, episodes)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+    write_atomically(path, json.dumps({name: values.tolist() for name, values in found.items()}).encode())
+    return found

@@ -1,13 +1,12 @@
 """Low-dimensional columns as memory-mapped arrays: read once from Parquet, then shared by all processes of a machine.
 
-Only the wanted columns are read, and no Python object is made per row. Arrays cover all rows of the dataset in episode-table order.
+Only the wanted columns are read, and no Python object is made per row. Arrays cover all rows of the dataset in
+episode-table order.
 """
 
 import logging
-import os
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -17,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from knonik.cache import new_array
 from knonik.episodes import EpisodeTable
 from knonik.lerobot import MetadataError
 from knonik.store import Store
@@ -35,7 +35,8 @@ def load_columns(store: Store, episodes: EpisodeTable, names: Sequence[str], fol
         episodes: table of the whole dataset, not of a subset: the arrays are shared.
 
     Raises:
-        MetadataError: a column is missing, empty in places, of changing length or not numeric; a file has other rows than the metadata says.
+        MetadataError: a column is missing, empty in places, of changing length or not numeric; a file has other rows
+            than the metadata says.
     """
     columns, missing = {}, []
     for name in dict.fromkeys(names):
@@ -70,42 +71,25 @@ def _open(path: Path, num_rows: int) -> Column | None:
     if array.ndim != 2 or len(array) != num_rows:
         logger.warning("column cache %s has shape %s, expected %d rows; it is built again", path, array.shape, num_rows)
         return None
-    column: Column = array
+    # A plain view: indexing the memmap class costs several times as much per call.
+    column: Column = array.view(np.ndarray)
     return column
 
 
-@contextmanager
-def _new_array(path: Path, dtype: Any, shape: tuple[int, int]) -> Iterator[NDArray[Any]]:
-    """A writable array that becomes `path` at once when the block ends well, and leaves nothing behind when it does not."""
-    handle, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        array: Any = np.lib.format.open_memmap(temporary, mode="w+", dtype=dtype, shape=shape)
-        yield array
-        array.flush()
-        del array
-        # Processes that build the same column write the same bytes: whoever comes last replaces equal by equal.
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def _build(store: Store, episodes: EpisodeTable, names: Sequence[str], folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     targets: dict[str, NDArray[Any]] = {}
     by_file = np.argsort(episodes.data_object, kind="stable")
     ends = np.searchsorted(episodes.data_object[by_file], np.arange(len(episodes.data_keys)), side="right")
     with ExitStack() as stack:
         for number, key in enumerate(episodes.data_keys):
             members = by_file[ends[number - 1] if number else 0 : ends[number]]
-            values = _read_file(store, key, [*names, "episode_index"], optional="episode_index")
+            values = _read_file(store, key, names, optional="episode_index")
             rows = _member_rows(episodes, members, key, values)
             for name in names:
                 part = values[name]
                 if name not in targets:
                     shape = (episodes.num_rows, part.shape[1])
-                    targets[name] = stack.enter_context(_new_array(folder / _file_name(name), part.dtype, shape))
+                    targets[name] = stack.enter_context(new_array(folder / _file_name(name), part.dtype, shape))
                 target = targets[name]
                 if part.shape[1] != target.shape[1] or part.dtype != target.dtype:
                     raise MetadataError(
@@ -135,7 +119,8 @@ def _member_rows(
             if np.any(stored[source] != episodes.ids[position]):
                 found = np.unique(stored[source])[:4].tolist()
                 raise MetadataError(
-                    f"{key}: rows {source.start}..{source.stop - 1} should be episode {episodes.ids[position]}, their episode_index is {found}"
+                    f"{key}: rows {source.start}..{source.stop - 1} should be episode {episodes.ids[position]}, "
+                    f"their episode_index is {found}"
                 )
     return rows
 
@@ -145,11 +130,11 @@ def _read_file(store: Store, key: str, names: Sequence[str], optional: str) -> d
     try:
         with pq.ParquetFile(path if path is not None else store.open(key)) as file:
             present = set(file.schema_arrow.names)
-            absent = [name for name in names if name not in present and name != optional]
+            absent = [name for name in names if name not in present]
             if absent:
                 raise MetadataError(f"{key}: column {absent[0]} is missing; it has {', '.join(sorted(present))}")
             # One thread: builders of several ranks or data files share the machine.
-            table = file.read(columns=[name for name in dict.fromkeys(names) if name in present], use_threads=False)
+            table = file.read(columns=[name for name in dict.fromkeys([*names, optional]) if name in present], use_threads=False)
     except (pa.ArrowException, OSError) as error:
         raise MetadataError(
             f"{key}: not a readable Parquet file ({error}); recording may have been cut off before its footer"
@@ -197,4 +182,5 @@ def _flatten(array: Any, key: str, name: str) -> NDArray[Any]:
         raise MetadataError(f"{key}: column {name} holds {kind}; only numbers, booleans and lists of them can be used")
     if not numbers.size:
         raise MetadataError(f"{key}: column {name} has values without elements")
-    return numbers.reshape(rows, -1)
+    values: NDArray[Any] = numbers.reshape(rows, -1)
+    return values

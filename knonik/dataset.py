@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from knonik.cache import cache_root
 from knonik.columns import Column, load_columns
 from knonik.episodes import EpisodeTable
 from knonik.gop import Gop
@@ -16,6 +17,7 @@ from knonik.index import VideoIndex, load_index
 from knonik.lerobot import Metadata, read_metadata
 from knonik.order import AnchorOrder
 from knonik.statistics import Statistics, cached_statistics
+from knonik.stock import TOLERANCE_S
 from knonik.store import Store, open_store
 from knonik.windows import window_frames
 
@@ -41,7 +43,7 @@ def open(
     store = open_store(uri)
     try:
         metadata = read_metadata(store)
-        folder = _cache_root(cache_dir) / metadata.fingerprint
+        folder = cache_root(cache_dir) / metadata.fingerprint
         index = load_index(store, metadata, folder)
         return Dataset(
             store,
@@ -53,14 +55,6 @@ def open(
     except BaseException:
         store.close()
         raise
-
-
-def _cache_root(cache_dir: str | os.PathLike[str] | None) -> Path:
-    if cache_dir is not None:
-        return Path(cache_dir)
-    if own := os.environ.get("KNONIK_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "knonik"
 
 
 class Dataset:
@@ -88,6 +82,7 @@ class Dataset:
         self.episodes = episodes
         self._all_episodes = metadata.episodes
         self._folder = folder
+        self._columns: dict[str, Column] = {}
 
     def __len__(self) -> int:
         return self.episodes.num_rows
@@ -98,12 +93,15 @@ class Dataset:
         )
 
     def column(self, key: str) -> Column:
-        """Read-only memory-mapped values [R, D] of one column over all R rows of the whole dataset; index it with `rows`."""
+        """Read-only mapped values [R, D] of one column over all R rows of the whole dataset; index it with `rows`."""
         return self.columns([key])[key]
 
     def columns(self, keys: Sequence[str]) -> dict[str, Column]:
         """`column` for several keys, read in one pass over the data files."""
-        return load_columns(self.store, self._all_episodes, keys, self._folder)
+        wanted = [key for key in keys if key not in self._columns]
+        if wanted:
+            self._columns |= load_columns(self.store, self._all_episodes, wanted, self._folder)
+        return {key: self._columns[key] for key in keys}
 
     def rows(self, episodes: NDArray[np.int64], frames: NDArray[np.int64]) -> NDArray[np.int64]:
         """Row numbers for `column`, of episode ids [B] and frames [B] or [B, T] inside them."""
@@ -113,7 +111,7 @@ class Dataset:
     def window(
         self, episodes: NDArray[np.int64], frames: NDArray[np.int64], offsets: Sequence[int] | range
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Frames [B, T] at `offsets` from anchors [B], the edge frame repeated beyond the episode, and is_pad [B, T]."""
+        """Frames [B, T] at `offsets` from anchors [B], edge frames repeated beyond the episode, and is_pad [B, T]."""
         return window_frames(frames, self.episodes.length[self.episodes.positions(episodes)], offsets)
 
     def texts(self, episodes: NDArray[np.int64], frames: NDArray[np.int64]) -> list[str]:
@@ -145,8 +143,9 @@ class Dataset:
         off_s = self.index.off_s(camera, episode, frame)
         if off_s:
             raise ValueError(
-                f"episode {episode}, camera {camera}, frame {frame}: the nearest video frame ({number} of {key}) is {off_s:.6f} s away from the "
-                f"row's timestamp, the stock tolerance is 0.0001 s; {self.index.num_far_rows(camera)} rows of the dataset are like this"
+                f"episode {episode}, camera {camera}, frame {frame}: the nearest video frame ({number} of {key}) is "
+                f"{off_s:.6f} s away from the row's timestamp, the stock tolerance is {TOLERANCE_S:g} s; "
+                f"{self.index.num_far_rows(camera)} rows of the dataset are like this"
             )
         gop = self.index.gop(key, number).through(number)
         picture = np.empty((gop.codec.height, gop.codec.width, 3), np.uint8)
@@ -173,7 +172,8 @@ class Dataset:
         return cached_statistics(key, self.column(key), self.episodes, self._folder)
 
     def close(self) -> None:
-        """Release the store's connections; mapped columns go when they are no longer referenced."""
+        """Release the store's connections and the mapped columns, those that nobody else refers to."""
+        self._columns = {}
         self.store.close()
 
     def __enter__(self) -> "Dataset":

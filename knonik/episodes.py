@@ -11,7 +11,8 @@ from numpy.typing import ArrayLike, NDArray
 class CameraTable:
     """Video of one camera for every episode.
 
-    keys: distinct video objects. object: [E] index into keys. start_s: [E] seconds inside the object at which the episode begins.
+    keys: distinct video objects. object: [E] index into keys. start_s: [E] seconds inside the object at which the
+    episode begins.
     """
 
     keys: tuple[str, ...]
@@ -23,8 +24,9 @@ class CameraTable:
 class EpisodeTable:
     """Episodes in the order of their ids; every array has one entry per episode [E].
 
-    ids: episode ids, which are names and never positions. length: rows. first_row: number of the first row among the rows of the whole dataset.
-    data_keys: distinct Parquet objects. data_object: index into data_keys. data_row: first row inside that object.
+    ids: episode ids, which are names and never positions. length: rows. first_row: number of the first row among the
+    rows of the whole dataset. data_keys: distinct Parquet objects. data_object: index into data_keys. data_row: first
+    row inside that object.
     tasks: task texts the metadata lists for the episode. cameras: per camera key the video table.
     """
 

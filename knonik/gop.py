@@ -1,4 +1,4 @@
-"""Which packets give which frame of a video object: the group of pictures (GOP) as the unit of fetching and decoding."""
+"""Which packets give which frame of a video object: the group of pictures (GOP), unit of fetching and decoding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +14,10 @@ from knonik.store import Store
 class Gop:
     """Packets to feed to a decoder, from a sync packet on, and the frames they present.
 
-    key: object. offsets, sizes, pts, dts: [P] per packet, in decode order. frames: numbers of the presented frames inside the object, in order.
-    frame_pts: [len(frames)] their pts, in ticks of codec.timescale. last_packet: [len(frames)] index of the last packet that must be fed before
-    the frame (and all earlier ones) can come out; larger than the frame's own place where B-frames are reordered.
+    key: object. offsets, sizes, pts, dts: [P] per packet, in decode order. frames: numbers of the presented frames
+    inside the object, in order. frame_pts: [len(frames)] their pts, in ticks of codec.timescale. last_packet:
+    [len(frames)] index of the last packet that must be fed before the frame (and all earlier ones) can come out; larger
+    than the frame's own place where B-frames are reordered.
     """
 
     key: str
@@ -87,8 +88,8 @@ class ObjectIndex:
         self.pts: NDArray[np.int64] = table.pts[packet_of_frame]
         self._needs = np.maximum.accumulate(packet_of_frame)
         self._sync = np.flatnonzero(table.sync)
-        # A GOP presents the frames from its sync frame up to the next one. Leading pictures of an open GOP are stored after the next sync packet
-        # but refer back, so they belong here; `_needs` then reaches past that sync packet.
+        # A GOP presents the frames from its sync frame up to the next one. Leading pictures of an open GOP are stored
+        # after the next sync packet but refer back, so they belong here; `_needs` then reaches past that sync packet.
         self._first_frame = np.searchsorted(self.pts, table.pts[self._sync])
         self._first_frame[:1] = 0
 

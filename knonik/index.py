@@ -1,13 +1,10 @@
 """The video index of a dataset: object and frame number of every row, and the packets of every frame.
 
-It is built from container headers and the timestamp column alone, about 5 bytes a frame on disk, and kept in the cache folder.
+It is built from container headers and the timestamp column alone and kept, a few bytes a frame, in the cache folder.
 """
 
-import io
 import json
 import logging
-import os
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -19,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from knonik.cache import replacing
 from knonik.columns import load_columns
 from knonik.episodes import CameraTable, EpisodeTable
 from knonik.gop import Gop, ObjectIndex
@@ -37,8 +35,9 @@ _CONNECTIONS = 16  # headers are small, so latency counts and not bandwidth
 class CameraRows:
     """Where the rows of one camera are.
 
-    first: [E] first frame of each episode inside its object. frames: [rows] frame inside the object, or None where row r of an episode simply is
-    frame first + r. far_rows, far_s: rows whose frame is more than the stock tolerance away, and by how many seconds.
+    first: [E] first frame of each episode inside its object. frames: [rows] frame inside the object, or None where row
+    r of an episode simply is frame first + r. far_rows, far_s: rows whose frame is more than the stock tolerance away,
+    and by how many seconds.
     """
 
     first: NDArray[np.int64]
@@ -202,9 +201,8 @@ def _save(path: Path, metadata: Metadata, tables: Mapping[str, PacketTable], cam
         arrays |= {f"first{i}": rows.first, f"far_rows{i}": rows.far_rows, f"far_s{i}": rows.far_s}
         if rows.frames is not None:
             arrays[f"frames{i}"] = np.diff(rows.frames, prepend=0)
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, **arrays)
-    write_atomically(path, buffer.getvalue())
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        np.savez_compressed(file, allow_pickle=False, **arrays)
 
 
 def _load(path: Path, metadata: Metadata) -> VideoIndex:
@@ -240,15 +238,3 @@ def _load(path: Path, metadata: Metadata) -> VideoIndex:
         if len(cameras[name].first) != len(metadata.episodes):
             raise ValueError("it lists other episodes")
     return VideoIndex(metadata.episodes, tables, cameras)
-
-
-def write_atomically(path: Path, body: bytes) -> None:
-    """Write a cache file so that readers see the old one or the whole new one, whatever dies in between."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(body)
-        Path(name).replace(path)
-    finally:
-        Path(name).unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """Read the metadata of a LeRobot v2.0, v2.1 or v3.0 dataset, where it lies, into one schema.
 
-Real datasets break their own documentation in small ways (paths that do not follow the declared template, cameras without files, unknown keys);
-what is unambiguous is read, anything else is an error that names the file and the key.
+Real datasets break their own documentation in small ways (paths that do not follow the declared template, cameras
+without files, unknown keys); what is unambiguous is read, anything else is an error that names the file and the key.
 """
 
 import hashlib
@@ -88,7 +88,7 @@ def read_metadata(store: Store) -> Metadata:
 
 @dataclass(frozen=True, kw_only=True)
 class _Rows:
-    """Episode rows before paths are resolved. columns: numeric columns [E] by their name on disk. source: where they were read."""
+    """Episode rows before paths are resolved. columns: numeric columns [E] by name on disk. source: their file."""
 
     columns: dict[str, NDArray[Any]]
     tasks: list[tuple[str, ...]]
@@ -114,7 +114,8 @@ def _episodes_v3(files: Mapping[str, bytes]) -> _Rows:
     keys = sorted(key for key in files if key.startswith("meta/episodes/") and key.endswith(".parquet"))
     if not keys:
         raise MetadataError(
-            "meta/episodes: no parquet file there; a v3.0 dataset lists its episodes in meta/episodes/chunk-000/file-000.parquet"
+            "meta/episodes: no parquet file there; a v3.0 dataset lists its episodes in "
+            "meta/episodes/chunk-000/file-000.parquet"
         )
     parts = []
     for key in keys:
@@ -214,8 +215,8 @@ def _resolve(
 ) -> tuple[list[str], bool]:
     """Object key of every episode, and whether each episode has an object of its own.
 
-    The declared template is tried first, then the standard ones of both generations, each also with the folder `video` in place of `videos`: the
-    first under which all objects exist wins.
+    The declared template is tried first, then the standard ones of both generations, each also with the folder `video`
+    in place of `videos`: the first under which all objects exist wins.
     """
     ids = rows.ints("episode_index")
     chunk, file = (rows.columns.get(f"{column_prefix}/{name}") for name in ("chunk_index", "file_index"))

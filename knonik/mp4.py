@@ -1,7 +1,7 @@
 """Read where every video packet of an MP4 file lies, from its headers alone.
 
-Only top-level box headers and the `moov` box are fetched, wherever `moov` stands; media bytes are never touched. Box layouts: ISO/IEC 14496-12
-(base format), 14496-15 (avcC, hvcC), the AV1-in-ISOBMFF binding (av1C), 14496-1 (esds).
+Only top-level box headers and the `moov` box are fetched, wherever `moov` stands; media bytes are never touched. Box
+layouts: ISO/IEC 14496-12 (base format), 14496-15 (avcC, hvcC), the AV1-in-ISOBMFF binding (av1C), 14496-1 (esds).
 """
 
 import struct
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from knonik.store import Store
 
-# Sample entry -> (FFmpeg decoder name, box that carries the decoder configuration).
+# Sample entry -> (FFmpeg codec name, box that carries the decoder configuration).
 CODECS = {
     b"av01": ("av1", b"av1C"),
     b"avc1": ("h264", b"avcC"),
@@ -34,8 +34,8 @@ class Mp4Error(ValueError):
 class CodecRecord:
     """What a decoder needs before its first packet.
 
-    name: FFmpeg decoder name (av1, h264, hevc, mpeg4). extradata: decoder configuration as FFmpeg's demuxer hands it out. width, height: pixels.
-    timescale: ticks per second of all packet times.
+    name: FFmpeg codec name (av1, h264, hevc, mpeg4). extradata: decoder configuration as FFmpeg's demuxer hands it out.
+    width, height: pixels. timescale: ticks per second of all packet times.
     """
 
     name: str
@@ -54,8 +54,9 @@ class CodecRecord:
 class PacketTable:
     """Video packets of one file in decode order, all arrays [P].
 
-    offset, size: bytes in the file. pts, dts: ticks of `codec.timescale`, shifted by the edit list as FFmpeg presents them. sync: a decoder may
-    start here. shown: False for packets outside the edit list, which are decoded but not presented.
+    offset, size: bytes in the file. pts, dts: ticks of `codec.timescale`, shifted by the edit list as FFmpeg presents
+    them. sync: a decoder may start here. shown: False for packets outside the edit list, which are decoded but not
+    presented.
     """
 
     codec: CodecRecord
@@ -272,7 +273,8 @@ def _sample_offsets(stbl: bytes, size: NDArray[np.int64], key: str) -> NDArray[n
     first_of_chunk = np.cumsum(per_chunk) - per_chunk
     # Packets of a chunk lie back to back; a chunk without packets borrows any valid number and is never used.
     inside = before - np.repeat(before[np.minimum(first_of_chunk, len(size) - 1)], per_chunk)
-    return np.repeat(chunks, per_chunk) + inside
+    offsets: NDArray[np.int64] = np.repeat(chunks, per_chunk) + inside
+    return offsets
 
 
 def _edit(track: bytes, timescale: int, movie_scale: int, key: str) -> tuple[int, int, int]:

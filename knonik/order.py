@@ -1,7 +1,8 @@
-"""The order of samples as a pure function: a keyed permutation of [0, N) with O(1) memory and O(1) access at any position.
+"""The order of samples as a pure function: a keyed permutation of [0, N), O(1) in memory and in access at any position.
 
-A Feistel network permutes the smallest power of two that holds N; results outside [0, N) are permuted again until they fall inside ("cycle
-walking", Black and Rogaway 2002), fewer than two passes on average. Nothing depends on workers, ranks or a library's random generator.
+A Feistel network permutes the smallest power of two that holds N; results outside [0, N) are permuted again until they
+fall inside ("cycle walking", Black and Rogaway 2002), fewer than two passes on average. Nothing depends on workers,
+ranks or a library's random generator.
 """
 
 import operator
@@ -16,7 +17,7 @@ _BLOCK = 1 << 15  # positions worked on at once, so that temporaries stay in cac
 
 
 def mix64(value: int) -> int:
-    """Mix 64 bits so that each input bit flips each output bit about half the time (finaliser of SplitMix64, Steele et al. 2014)."""
+    """Mix 64 bits: each input bit flips each output bit about half the time (SplitMix64 finaliser, Steele 2014)."""
     value &= _MASK64
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK64
     value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK64
@@ -58,7 +59,7 @@ class Permutation:
     def take(self, indices: ArrayLike) -> NDArray[np.int64]:
         """Permuted values of many positions at once, same shape as `indices` (integers in [0, n))."""
         positions = np.asarray(indices, np.int64)
-        if positions.size and not (0 <= positions.min() and positions.max() < self._n):
+        if positions.size and not (positions.min() >= 0 and positions.max() < self._n):
             raise IndexError(f"positions {positions.min()}..{positions.max()} are not all inside [0, {self._n})")
         flat = positions.reshape(-1).astype(np.uint64)
         for start in range(0, len(flat), _BLOCK):
@@ -108,7 +109,8 @@ class AnchorOrder:
         ids: [E] episode ids.
         lengths: [E] rows per episode.
         seed, epoch: choose the permutation.
-        horizon: 1 = every row is an anchor (edge policy `repeat`); H > 1 = the last H-1 rows of an episode are none (edge policy `inside`).
+        horizon: 1 = every row is an anchor (edge policy `repeat`); H > 1 = the last H-1 rows of an episode are none
+            (edge policy `inside`).
         shuffle: False gives the rows in stored order, for every epoch.
 
     Raises:
@@ -155,7 +157,7 @@ class AnchorOrder:
         positions = np.asarray(indices, np.int64)
         if self._permutation is not None:
             anchors = self._permutation.take(positions)
-        elif positions.size and not (0 <= positions.min() and positions.max() < self._total):
+        elif positions.size and not (positions.min() >= 0 and positions.max() < self._total):
             raise IndexError(f"positions {positions.min()}..{positions.max()} are not all inside [0, {self._total})")
         else:
             anchors = positions

@@ -9,9 +9,9 @@ from urllib.parse import quote
 import numpy as np
 from numpy.typing import NDArray
 
+from knonik.cache import replacing
 from knonik.columns import Column
 from knonik.episodes import EpisodeTable
-from knonik.index import write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -61,5 +61,6 @@ def cached_statistics(key: str, column: Column, episodes: EpisodeTable, folder: 
         found = column_statistics(column, episodes)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
-    write_atomically(path, json.dumps({name: values.tolist() for name, values in found.items()}).encode())
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps({name: values.tolist() for name, values in found.items()}))
     return found

@@ -1,8 +1,9 @@
 """The stock timestamp rule, vectorised: which frame of a video object belongs to a row.
 
-The stock loader asks for q = from_timestamp + timestamp(row) and takes the frame with the nearest pts (the first on a tie), which must lie within
-1e-4 s. That is kept here, with one repair: `from_timestamp` is a running float sum of container durations and drifts, so it only serves to find
-the integer number of the episode's first frame, and the exact time of that frame replaces it.
+The stock loader asks for q = from_timestamp + timestamp(row) and takes the frame with the nearest pts (the first on a
+tie), which must lie within 1e-4 s. That is kept here, with one repair: `from_timestamp` is a running float sum of
+container durations and drifts, so it only serves to find the integer number of the episode's first frame, and the exact
+time of that frame replaces it.
 """
 
 import logging
@@ -18,7 +19,10 @@ TOLERANCE_S = 1e-4  # the stock loader's default `tolerance_s`
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectRows:
-    """Rows of one object's episodes. first: [K] first frame of each episode. frames: [R] frame of each row. off_s: [R] distance |pts - q|, seconds."""
+    """Rows of one object's episodes.
+
+    first: [K] first frame of each episode. frames: [R] frame of each row. off_s: [R] distance |pts - q|, seconds.
+    """
 
     first: NDArray[np.int64]
     frames: NDArray[np.int64]
@@ -52,7 +56,7 @@ def match_rows(
     first, base = _starts(key, times, start_s, length)
     queries = np.repeat(base, length) + timestamps
     frames = nearest(times, queries)
-    # The stock check compares in float32, where a time and its own rounding agree even thousands of seconds into a file.
+    # The stock check compares in float32, where a time and its own rounding agree even hours into a file.
     off = np.abs(times[frames].astype(np.float32) - queries.astype(np.float32))
     return ObjectRows(first=first, frames=frames, off_s=off.astype(np.float64))
 
@@ -65,8 +69,8 @@ def _starts(
     drift = np.abs(times[near] - start_s)
     tiled = np.cumsum(length) - length
     if length.sum() == len(times) and (np.any(drift > TOLERANCE_S) or np.array_equal(near, tiled)):
-        # The episodes fill the object exactly, so counting frames beats float times. A constant shift of all pts is kept: it is no drift, and
-        # rows that break the tolerance because of it must be reported.
+        # The episodes fill the object exactly, so counting frames beats float times. A constant shift of all pts is
+        # kept: it is no drift, and rows that break the tolerance because of it must be reported.
         if drift.max() > TOLERANCE_S:
             logger.info(
                 "%s: from_timestamp drifts by up to %.2g s; episodes are placed by counting frames", key, drift.max()

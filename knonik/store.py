@@ -1,6 +1,7 @@
 """Byte storage behind one small interface: a local folder or an S3 prefix, read by key and byte range.
 
-Keys are relative POSIX paths below the root of the store ("data/chunk-000/file-000.parquet"). Every method may be called from many threads.
+Keys are relative POSIX paths below the root of the store ("data/chunk-000/file-000.parquet"). Every method may be
+called from many threads.
 """
 
 import io
@@ -31,7 +32,7 @@ class Store(ABC):
 
     @abstractmethod
     def sizes(self, prefix: str) -> dict[str, int]:
-        """Key -> size in bytes of every object below the folder `prefix` ("" = all), sorted by key; one listing, no request per object."""
+        """Key -> bytes of every object below the folder `prefix` ("" = all), sorted, from listings alone."""
 
     @abstractmethod
     def size(self, key: str) -> int:
@@ -151,7 +152,7 @@ class LocalStore(Store):
 
 
 class S3Store(Store):
-    """A prefix in an S3 bucket, through boto3 with its standard retry mode; the endpoint is taken from AWS_ENDPOINT_URL if set."""
+    """A prefix in an S3 bucket, through boto3 in its standard retry mode; AWS_ENDPOINT_URL names another endpoint."""
 
     def __init__(self, bucket: str, prefix: str) -> None:
         self.bucket = bucket

@@ -1,0 +1,25 @@
+"""The shape of a batch that the models read: the data layer meets the models here, without an import either way."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Batch(Protocol):
+    """A batch of B samples.
+
+    images: {camera: uint8 [B, T, H, W, 3]}, RGB.
+    state: {key: float32 [B, T, D]} in robot units; action: {key: float32 [B, H, D]} in robot units.
+    action_is_pad: bool [B, H], True where the window runs past the end of the episode (the last action repeats).
+    text: B instructions. position: int64 [B], the sample's place in the whole run; random draws are functions of it.
+    inputs: what the processor's `prepare` returned for this batch, on the batch's device.
+    """
+
+    images: Mapping[str, Tensor]
+    state: Mapping[str, Tensor]
+    action: Mapping[str, Tensor]
+    action_is_pad: Tensor
+    text: Sequence[str]
+    position: Tensor
+    inputs: Mapping[str, Tensor]

@@ -1,0 +1,191 @@
+"""Image resizing on uint8 levels for whole batches on any device, with the rounding of the libraries the models trained with.
+
+Each axis is a short weighted sum of gathered rows (2 to 6 taps), not a matrix product: elementwise arithmetic is the same
+on every device, where a matrix product would be rounded to TF32 on a GPU or to bfloat16 under autocast. Weights are
+computed once per (size in, size out) and device.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Taps(NamedTuple):
+    """Output row o is the sum over k of weight[k, o] * row index[k, o]."""
+
+    index: Tensor  # int64 [K, out]
+    weight: Tensor  # float32 [K, out]
+    bits: int = 0  # fixed-point weights carry 2^bits
+
+
+def shortest_edge_size(height: int, width: int, edge: int) -> tuple[int, int]:
+    """Size after scaling the shorter side to `edge`; the other side is rounded to the nearest integer (half to even)."""
+    scale = edge / min(height, width)
+    if scale == 1.0:
+        return height, width
+    return round(height * scale), round(width * scale)
+
+
+def multiple_size(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """Nearest size whose sides are multiples of `factor` and whose area lies in [min_pixels, max_pixels].
+
+    The rule of the Qwen vision-language image processors: round both sides, and scale by the area where it is outside.
+    """
+    if max(height, width) / min(height, width) > 200:
+        raise ValueError(f"an image of {height}x{width} is more than 200 times longer than wide; check the camera")
+    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+    if new_height * new_width > max_pixels:
+        scale = math.sqrt(height * width / max_pixels)
+        new_height = max(factor, math.floor(height / scale / factor) * factor)
+        new_width = max(factor, math.floor(width / scale / factor) * factor)
+    elif new_height * new_width < min_pixels:
+        scale = math.sqrt(min_pixels / (height * width))
+        new_height = math.ceil(height * scale / factor) * factor
+        new_width = math.ceil(width * scale / factor) * factor
+    return new_height, new_width
+
+
+def resize_area(images: Tensor, height: int, width: int) -> Tensor:
+    """uint8 [N, C, H, W] -> uint8 [N, C, height, width] as OpenCV's INTER_AREA does it.
+
+    Shrinking averages the covered area in float and rounds once. As soon as one axis grows OpenCV falls back to its
+    11-bit fixed-point linear interpolation, with its truncations; both are reproduced.
+    """
+    source_height, source_width = images.shape[-2:]
+    if (source_height, source_width) == (height, width):
+        return images
+    if height > source_height or width > source_width:
+        return _resize_area_growing(images, height, width)
+    rows = _to(images.device, "area", source_height, height)
+    columns = _to(images.device, "area", source_width, width)
+    out = _weighted(_weighted(images, rows).transpose(2, 3).contiguous(), columns)
+    if (source_height, source_width) == (2 * height, 2 * width):
+        out = out.add_(0.5).floor_()  # the special case of a 2x2 mean rounds a half up
+    else:
+        out = out.round_()
+    return out.clamp_(0, 255).to(torch.uint8).transpose(2, 3).contiguous()
+
+
+def resize_bicubic(images: Tensor, height: int, width: int) -> Tensor:
+    """uint8 [N, C, H, W] -> uint8 [N, C, height, width], antialiased bicubic (a = -0.5) on 16-bit fixed-point weights.
+
+    Equal to torch's uint8 CPU kernel (which torchvision's and transformers' fast image processors call): the horizontal
+    pass comes first and is rounded to uint8 levels before the vertical one.
+    """
+    source_height, source_width = images.shape[-2:]
+    if source_width != width:
+        taps = _to(images.device, "bicubic", source_width, width)
+        images = _fixed_point(images.transpose(2, 3).contiguous(), taps).transpose(2, 3)
+    if source_height != height:
+        images = _fixed_point(images.contiguous(), _to(images.device, "bicubic", source_height, height))
+    return images.contiguous()
+
+
+def _weighted(images: Tensor, taps: Taps) -> Tensor:
+    """Weighted row sum along dimension 2 in float32, [N, C, H, W] -> [N, C, out, W]."""
+    out: Tensor | None = None
+    for index, weight in zip(taps.index, taps.weight, strict=True):
+        part = images.index_select(2, index)
+        out = part * weight[:, None] if out is None else out.addcmul_(part.to(out.dtype), weight[:, None])
+    assert out is not None
+    return out
+
+
+def _fixed_point(images: Tensor, taps: Taps) -> Tensor:
+    # Weights are below 2^15 and their absolute sum below 2^16, so every partial sum is an integer below 2^24: exact in float32.
+    out = _weighted(images, taps)
+    return out.add_(2.0 ** (taps.bits - 1)).mul_(2.0**-taps.bits).floor_().clamp_(0, 255).to(torch.uint8)
+
+
+def _resize_area_growing(images: Tensor, height: int, width: int) -> Tensor:
+    columns = _to(images.device, "linear", images.shape[-1], width)
+    rows = _to(images.device, "linear", images.shape[-2], height)
+    # Horizontal sums are below 2^19: exact in float32. Four bits are dropped before the vertical products, each product
+    # loses sixteen, and the last two are rounded: all in integers, because the products need 27 bits.
+    across = _weighted(images.transpose(2, 3).contiguous(), columns).mul_(1 / 16).floor_().to(torch.int32)
+    across = across.transpose(2, 3).contiguous()
+    weight = rows.weight.to(torch.int32)
+    out = (across.index_select(2, rows.index[0]) * weight[0][:, None]).bitwise_right_shift_(16)
+    out += (across.index_select(2, rows.index[1]) * weight[1][:, None]).bitwise_right_shift_(16)
+    return out.add_(2).bitwise_right_shift_(2).clamp_(0, 255).to(torch.uint8)
+
+
+@functools.lru_cache(maxsize=256)
+def _to(device: torch.device, kind: str, source: int, target: int) -> Taps:
+    taps = {"area": _area_taps, "linear": _linear_taps, "bicubic": _bicubic_taps}[kind](source, target)
+    return Taps(taps.index.to(device), taps.weight.to(device), taps.bits)
+
+
+def _pack(rows: list[list[tuple[int, float]]], bits: int = 0) -> Taps:
+    """Taps from a list of (source row, weight) per output row, padded with weight 0."""
+    count = max(len(row) for row in rows)
+    padded = [row + [(row[-1][0], 0.0)] * (count - len(row)) for row in rows]
+    index = torch.tensor([[entry[0] for entry in row] for row in padded]).T.contiguous()
+    weight = torch.tensor([[entry[1] for entry in row] for row in padded], dtype=torch.float32).T.contiguous()
+    return Taps(index, weight, bits)
+
+
+def _area_taps(source: int, target: int) -> Taps:
+    """Share of each source row in the interval an output row covers; edge shares under 1e-3 are dropped, as in OpenCV."""
+    scale = source / target
+    rows = []
+    for out in range(target):
+        start, end = out * scale, (out + 1) * scale
+        cell = min(scale, source - start)
+        first, last = math.ceil(start), min(math.floor(end), source - 1)
+        first = min(first, last)
+        row = [(first - 1, (first - start) / cell)] if first - start > 1e-3 else []
+        row += [(inner, 1.0 / cell) for inner in range(first, last)]
+        if end - last > 1e-3:
+            row.append((last, min(min(end - last, 1.0), cell) / cell))
+        rows.append(row)
+    return _pack(rows)
+
+
+def _linear_taps(source: int, target: int) -> Taps:
+    """Two taps per output row with 11-bit weights: OpenCV's linear kernel with the phase it uses for growing areas."""
+    scale, inverse = source / target, target / source
+    rows = []
+    for out in range(target):
+        left = math.floor(out * scale)
+        # float32, because the reference rounds the phase to single precision before it quantises it
+        phase = float(torch.tensor((out + 1) - (left + 1) * inverse, dtype=torch.float64).to(torch.float32))
+        phase = 0.0 if phase <= 0 else phase - math.floor(phase)
+        if left >= source - 1:
+            left, phase = source - 1, 0.0
+        rows.append([(left, round((1 - phase) * 2048)), (min(left + 1, source - 1), round(phase * 2048))])
+    return _pack(rows, bits=11)
+
+
+def _bicubic_taps(source: int, target: int) -> Taps:
+    scale = source / target
+    stretch = max(scale, 1.0)
+    support = 2.0 * stretch
+    rows = []
+    for out in range(target):
+        centre = scale * (out + 0.5)
+        first = max(math.floor(centre - support + 0.5), 0)
+        last = min(math.floor(centre + support + 0.5), source)
+        weights = [_cubic((place - centre + 0.5) / stretch) for place in range(first, last)]
+        total = sum(weights)
+        rows.append([(first + k, weight / total) for k, weight in enumerate(weights)])
+    # As many fraction bits as keep the largest weight inside a signed 16-bit integer.
+    largest = max(weight for row in rows for _, weight in row)
+    bits = 0
+    while bits < 22 and 0.5 + largest * (1 << (bits + 1)) < (1 << 15):
+        bits += 1
+    fixed = [[(place, float(math.trunc(w * (1 << bits) + math.copysign(0.5, w)))) for place, w in row] for row in rows]
+    return _pack(fixed, bits)
+
+
+def _cubic(x: float) -> float:
+    """Keys' cubic kernel with a = -0.5."""
+    a, x = -0.5, abs(x)
+    if x < 1.0:
+        return ((a + 2.0) * x - (a + 3.0)) * x * x + 1.0
+    if x < 2.0:
+        return (((x - 5.0) * x + 8.0) * x - 4.0) * a
+    return 0.0

@@ -1,0 +1,164 @@
+"""GR00T N1.7 under Lightning: loss of a batch with per-sample draws, stock optimiser and schedule, logged numbers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from models.common import draws
+from models.common.optim import OptimizerConfig, ScheduleConfig, build_optimizer, from_options
+from models.gr00t_n17.network import GR00TN17
+
+
+class GR00TN17Module(LightningModule):
+    """Training of a built network on the dicts of `Processor.to_network`.
+
+    Args:
+        network: the model; its `requires_grad` flags say what is trained.
+        seed: noise and time of a sample are functions of (seed, position, draw).
+        optimizer: lr, betas, eps, weight_decay (and fused) of AdamW.
+        schedule: max_steps and warmup_steps or warmup_ratio.
+        flow_draws: independent (noise, time) draws per sample that share one backbone pass.
+    """
+
+    def __init__(
+        self,
+        network: GR00TN17,
+        *,
+        seed: int,
+        optimizer: OptimizerConfig | Mapping[str, Any],
+        schedule: ScheduleConfig | Mapping[str, Any],
+        flow_draws: int = 1,
+    ) -> None:
+        super().__init__()
+        if flow_draws < 1:
+            raise ValueError(f"flow_draws={flow_draws}: at least 1 draw per sample is needed")
+        if network.config.noise_beta_beta != 1.0:
+            raise ValueError(
+                f"noise_beta_beta={network.config.noise_beta_beta}: only 1.0, the released value, can be drawn"
+            )
+        self.network = network
+        self.seed = int(seed)
+        self.optimizer_config: OptimizerConfig = from_options(OptimizerConfig, optimizer, "optimizer")
+        self.schedule_config: ScheduleConfig = from_options(ScheduleConfig, schedule, "schedule")
+        self.flow_draws = int(flow_draws)
+        self._last_step = -1
+        self._micro_batch = 0
+        self._loss_sum: Tensor | None = None
+        self._last_shapes: dict[str, Any] = {}
+        self.train()
+
+    def train(self, mode: bool = True) -> "GR00TN17Module":
+        """Training mode for what is trained; wholly frozen parts stay in eval mode, without dropout."""
+        super().train(mode)
+        if mode:
+            _freeze_modes(self.network)
+        return self
+
+    def on_fit_start(self) -> None:
+        # Lightning keeps the modes it finds, and an evaluation before the fit may have left another one.
+        self.train()
+
+    def training_step(self, inputs: Mapping[str, Any], batch_idx: int = 0) -> Tensor:
+        """Loss of one micro-batch."""
+        self._count_micro_batch()
+        # Dropout comes from the global generator: seeded by the place in the run, it repeats after a resume.
+        torch.manual_seed(
+            draws.stream_key(self.seed, "step", self.global_step, self._micro_batch, self.global_rank) >> 1
+        )
+        noise, time = self.flow_variables(inputs["position"])
+        loss = self.network(inputs, noise=noise, time=time)
+        self._last_shapes = _shapes(inputs)
+        self._log_step(loss.detach(), batch_size=len(inputs["position"]))
+        return loss
+
+    def validation_step(self, inputs: Mapping[str, Any], batch_idx: int = 0) -> Tensor:
+        """Loss of one batch without dropout, logged as val/loss; the draws of a sample are the same in every pass."""
+        noise, time = self.flow_variables(inputs["position"], stream="val")
+        loss = self.network(inputs, noise=noise, time=time)
+        self.log("val/loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(inputs["position"]))
+        return loss
+
+    def flow_variables(self, position: Tensor, stream: str = "flow") -> tuple[Tensor, Tensor]:
+        """Noise [K * B, H, Da] and time [K * B] for int64 positions [B], row k * B + b being draw k of sample b."""
+        config = self.network.config
+        shape = (config.action_horizon, config.max_action_dim)
+        noise, time = [], []
+        for draw in range(self.flow_draws):
+            noise.append(draws.normal(self.seed, f"{stream}.noise", position, shape, draw=draw))
+            u = draws.beta(self.seed, f"{stream}.time", position, alpha=config.noise_beta_alpha, draw=draw)
+            time.append((1.0 - u) * config.noise_s)
+        return torch.cat(noise), torch.cat(time)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        optimizer = build_optimizer(self.network, self.optimizer_config)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.schedule_config.factor(step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step", "frequency": 1}}
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Log the gradient norm before clipping, on steps whose metrics are written: it reads every gradient once."""
+        if not self._writes_metrics():
+            return
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        if hasattr(norm, "full_tensor"):  # sharded gradients: a collective, so every rank comes here
+            norm = norm.full_tensor()
+        self.log("train/grad_norm", norm, on_step=True, on_epoch=False)
+
+    @property
+    def step_flops(self) -> int:
+        """Model FLOPs of the last micro-batch on this rank: forward and backward, frozen parts forward only."""
+        if not self._last_shapes:
+            return 0
+        from models.gr00t_n17 import flops
+
+        return int(flops.step_flops(self.network, draws=self.flow_draws, **self._last_shapes))
+
+    def _count_micro_batch(self) -> None:
+        if self.global_step == self._last_step:
+            self._micro_batch += 1
+        else:
+            self._last_step, self._micro_batch, self._loss_sum = self.global_step, 0, None
+
+    def _log_step(self, loss: Tensor, batch_size: int) -> None:
+        """train/loss is the mean over the micro-batches of the step, and over ranks when it is written."""
+        self._loss_sum = loss if self._loss_sum is None else self._loss_sum + loss
+        if self._trainer is None:
+            return
+        mean = self._loss_sum / (self._micro_batch + 1)
+        if self._writes_metrics():
+            mean = self.trainer.strategy.reduce(mean, reduce_op="mean")
+        self.log("train/loss", mean, on_step=True, on_epoch=False, prog_bar=True, batch_size=batch_size)
+        rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+        self.log("train/lr", rate, on_step=True, on_epoch=False, batch_size=batch_size)
+
+    def _writes_metrics(self) -> bool:
+        every = self.trainer.log_every_n_steps
+        return every > 0 and (self.global_step + 1) % every == 0
+
+
+def _freeze_modes(network: nn.Module) -> None:
+    """Put every module without a trained parameter into eval mode; modules without parameters follow their parents."""
+
+    def visit(module: nn.Module) -> bool:
+        own = [p.requires_grad for p in module.parameters(recurse=False)]
+        children = [visit(child) for child in module.children()]
+        trained = any(own) or any(children)
+        has_parameters = next(module.parameters(), None) is not None
+        if has_parameters and not trained:
+            module.eval()
+        return trained
+
+    visit(network)
+
+
+def _shapes(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """What the FLOP count needs of a batch, as host integers."""
+    batch, length = inputs["input_ids"].shape
+    return {
+        "batch_size": int(batch),
+        "sequence_length": int(length),
+        "image_grids": [(int(h), int(w)) for _, h, w in inputs["image_grid_thw"].tolist()],
+    }

@@ -1,0 +1,75 @@
+"""How long training waited for its data: the share of the steps, the tail, and the rank to blame."""
+
+import statistics
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+
+from callbacks.window import Window
+
+LONG_WAIT_S = 1.0
+
+
+def quantile(values: Iterable[float], q: float) -> float:
+    """Smallest value that a share `q` of all values does not exceed; 0.0 of nothing."""
+    ordered = sorted(values)
+    if not ordered:
+        return 0.0
+    rank = -(-len(ordered) * q // 1)  # ceiling
+    return ordered[max(0, int(rank) - 1)]
+
+
+class DataWait:
+    """Meter of the host clock around the fetch, maximum over ranks in each step.
+
+    A step is charged with what the slowest rank waited: the others stand still until it arrives at the all-reduce.
+    """
+
+    def __init__(self) -> None:
+        self._waits = array("d")  # 8 bytes a step: the tail is taken over the whole run
+        self._step_s = 0.0
+        self._blamed: Counter[int] = Counter()
+
+    def restore(self, waits: Iterable[float], step_s: Iterable[float]) -> None:
+        """Take in the steps of an earlier start of the same run."""
+        self._waits.extend(waits)
+        self._step_s += sum(step_s)
+
+    def measure(self, window: Window) -> dict[str, float]:
+        self._waits.extend(window.wait_s)
+        self._step_s += sum(window.step_s)
+        for wait, rank in zip(window.wait_s, window.slowest_rank, strict=True):
+            if wait > LONG_WAIT_S / 1000:
+                self._blamed[rank] += 1
+        metrics = {
+            "time/data_wait_s": statistics.fmean(window.wait_s),
+            "time/data_wait_frac": sum(window.wait_s) / max(sum(window.step_s), 1e-9),
+            "time/data_wait_p50_s": quantile(self._waits, 0.50),
+            "time/data_wait_p99_s": quantile(self._waits, 0.99),
+            "time/data_wait_max_s": max(self._waits),
+            "time/data_waits_over_1s": float(self.over_1s),
+        }
+        if self.slowest_rank is not None:
+            metrics["time/data_wait_slowest_rank"] = float(self.slowest_rank)
+        return metrics
+
+    @property
+    def over_1s(self) -> int:
+        return sum(wait > LONG_WAIT_S for wait in self._waits)
+
+    @property
+    def slowest_rank(self) -> int | None:
+        """Rank that was most often last with its data; None when no rank ever waited a millisecond."""
+        return self._blamed.most_common(1)[0][0] if self._blamed else None
+
+    def summary(self) -> dict[str, float | int | None]:
+        """Figures of the whole run for `summary.json`."""
+        return {
+            "data_wait_s": sum(self._waits),
+            "data_wait_frac": sum(self._waits) / self._step_s if self._step_s else 0.0,
+            "data_wait_p50_s": quantile(self._waits, 0.50),
+            "data_wait_p99_s": quantile(self._waits, 0.99),
+            "data_wait_max_s": max(self._waits, default=0.0),
+            "data_waits_over_1s": self.over_1s,
+            "data_wait_slowest_rank": self.slowest_rank,
+        }

@@ -1,0 +1,50 @@
+"""Drains the clock once per logging interval, lets the meters measure, and hands the result to every logger."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from callbacks.run_record import RunRecord
+from callbacks.step_clock import StepClock
+from callbacks.window import Meter, gather
+
+
+class Metrics(Callback):
+    """Logs the meters' metrics every `log_every_n_steps` optimizer steps and at the end of training.
+
+    The device is synchronised once per interval, never per step.
+    """
+
+    def __init__(self, clock: StepClock, meters: Sequence[Meter], record: RunRecord) -> None:
+        self.clock = clock
+        self.meters = meters
+        self.record = record
+        self.latest: dict[str, float] = {}
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if self.clock.steps and trainer.global_step % every == 0:
+            # through the module, so that they share a row with what the module logs at this step
+            pl_module.log_dict(self.flush(trainer, pl_module), on_step=True, on_epoch=False)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.clock.steps:
+            metrics = self.flush(trainer, pl_module)
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=trainer.global_step)
+
+    def flush(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
+        """Measure what the clock holds; every rank must call it at the same step."""
+        window = gather(self.clock.drain(), pl_module.device)
+        metrics: dict[str, float] = {}
+        for meter in self.meters:
+            metrics.update(meter.measure(window))
+        if self.clock.first_batch_s is not None:
+            metrics["time/first_batch_s"] = self.clock.first_batch_s
+        self.latest = {"loss": sum(window.loss) / len(window), **metrics}
+        if trainer.is_global_zero:
+            self.record.append(window)
+        return metrics

@@ -1,0 +1,3 @@
+from recipes.launch import main
+
+main()

@@ -1,0 +1,133 @@
+"""The one place that turns a recipe's values into objects: dataset, network, processor, module, data module."""
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from recipes.parse import nearest
+from recipes.schema import Recipe
+
+if TYPE_CHECKING:  # importing these takes seconds; `show` and configuration errors must not wait for them
+    from knonik import DataModule, Dataset
+    from models.gr00t_n17.config import GR00TN17Config
+    from models.gr00t_n17.module import GR00TN17Module
+    from models.gr00t_n17.network import GR00TN17
+    from models.gr00t_n17.processor import Processor
+
+
+def model_config(recipe: Recipe) -> "GR00TN17Config":
+    """Sizes of the network: the named size with the recipe's own fields over it.
+
+    Raises:
+        ValueError: for unknown fields or sizes that do not fit together.
+    """
+    from models.gr00t_n17.config import GR00TN17Config
+
+    names = [field.name for field in dataclasses.fields(GR00TN17Config)]
+    unknown = [key for key in recipe.model.config if key not in names]
+    if unknown:
+        raise ValueError("\n".join(f"unknown key {key!r}{nearest(key, names)}" for key in unknown))
+    if recipe.model.size == "tiny":
+        return GR00TN17Config.tiny(**recipe.model.config)
+    return GR00TN17Config(**recipe.model.config)
+
+
+def build_dataset(recipe: Recipe) -> "Dataset":
+    """Open the dataset where it lies; builds its index when there is none yet."""
+    import knonik
+
+    episodes = list(recipe.data.episodes) if recipe.data.episodes is not None else None
+    return knonik.open(recipe.data.uri, cache_dir=recipe.data.cache.dir, episodes=episodes)
+
+
+def cameras(recipe: Recipe, dataset: "Dataset") -> tuple[str, ...]:
+    """The cameras the policy sees, in the recipe's order, or all of the dataset."""
+    return recipe.data.cameras or tuple(dataset.cameras)
+
+
+def build_processor(recipe: Recipe, dataset: "Dataset") -> "Processor":
+    """Processor with the dataset's own statistics and, for `tokenizer: words`, its own vocabulary."""
+    from models.gr00t_n17.processor import Processor, ProcessorConfig
+    from models.gr00t_n17.text import WordTokenizer
+
+    config = model_config(recipe)
+    processor_config = ProcessorConfig(**recipe.model.processor)
+    tokenizer = None
+    if processor_config.tokenizer == "words":
+        tokenizer = WordTokenizer.from_texts(
+            dataset.tasks.values(),
+            backbone=config.backbone,
+            formalize_language=processor_config.formalize_language,
+        )
+    return Processor(
+        config,
+        processor_config,
+        cameras=cameras(recipe, dataset),
+        statistics={key: dataset.statistics(key) for key in (*recipe.data.state, *recipe.data.action)},
+        state_keys=recipe.data.state,
+        action_keys=recipe.data.action,
+        horizon=recipe.data.horizon,
+        embodiment_id=recipe.model.embodiment_id,
+        tokenizer=tokenizer,
+        seed=recipe.seed,
+    )
+
+
+def build_network(recipe: Recipe) -> "GR00TN17":
+    """The network with its starting weights: a checkpoint's, or random ones that depend on the seed alone."""
+    from models.gr00t_n17.network import GR00TN17
+    from models.gr00t_n17.weights import load_weights
+
+    network = GR00TN17(model_config(recipe))
+    if recipe.model.weights is not None:
+        load_weights(network, recipe.model.weights)
+    else:
+        network.init_weights(recipe.seed)
+    if recipe.model.backbone_weights is not None:
+        load_weights(network, recipe.model.backbone_weights, prefix="backbone.")
+    return network
+
+
+def build_module(recipe: Recipe, network: "GR00TN17") -> "GR00TN17Module":
+    """The Lightning module around a network."""
+    from models.gr00t_n17.module import GR00TN17Module
+
+    warmup: dict[str, Any] = {"warmup_ratio": recipe.schedule.warmup_ratio}
+    if recipe.schedule.warmup_steps is not None:
+        warmup = {"warmup_steps": recipe.schedule.warmup_steps}
+    return GR00TN17Module(
+        network,
+        seed=recipe.seed,
+        optimizer=dataclasses.asdict(recipe.optimizer),
+        schedule={"max_steps": recipe.trainer.max_steps, **warmup},
+        flow_draws=recipe.model.flow_draws,
+    )
+
+
+def build_datamodule(recipe: Recipe, dataset: "Dataset", processor: "Processor", batch_size: int) -> "DataModule":
+    """The data module: decodes and prepares in its own threads, finishes the images on the device."""
+    import knonik
+
+    return knonik.DataModule(
+        dataset,
+        batch_size=batch_size,
+        seed=recipe.seed,
+        windows={key: range(recipe.data.horizon) for key in recipe.data.action},
+        edge=recipe.data.edge,
+        cameras=cameras(recipe, dataset),
+        state=recipe.data.state,
+        action=recipe.data.action,
+        decode_threads=recipe.data.decode_threads,
+        ring_batches=recipe.data.ring_batches,
+        transform=processor.prepare,
+        device_transform=lambda batch: processor.to_network(batch, augment=True),
+    )
+
+
+def load_trained(network: "GR00TN17", checkpoint: Path) -> None:
+    """Put the weights of a training checkpoint into a network; only tensors are read from the file."""
+    import torch
+
+    state = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
+    prefix = "network."
+    network.load_state_dict({name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)})

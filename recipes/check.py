@@ -1,0 +1,206 @@
+"""What only makes sense together: every cross-field and dataset problem of a recipe, before anything is started.
+
+Nothing here touches a process group or a device, and no video is read; a dataset is opened for its metadata only.
+"""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from recipes.load import RecipeError, examine, find
+from recipes.parse import nearest
+from recipes.run_folder import RunFolder
+from recipes.schema import Recipe
+
+
+def checked(name: str, overrides: list[str], *, allow_drift: bool = False) -> Recipe:
+    """The recipe, after all checks.
+
+    Raises:
+        RecipeError: with every problem found, unknown keys and wrong types together with what does not fit together.
+    """
+    recipe, problems = examine(name, overrides)
+    problems += check(recipe, world_size=world_size(), told=problems)
+    if not problems and not allow_drift:
+        drift = RunFolder(recipe.run.dir).drift(recipe)
+        if drift:
+            drift.append("to continue with these all the same pass --allow-drift, or give a new run.dir")
+        problems += drift
+    if problems:
+        raise RecipeError(problems)
+    return recipe
+
+
+def world_size() -> int:
+    """Number of ranks, as torchrun tells it; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def batch_size_per_rank(recipe: Recipe, ranks: int) -> int:
+    """Samples per rank and micro-batch."""
+    if recipe.data.batch_size is not None:
+        return recipe.data.batch_size
+    assert recipe.data.global_batch_size is not None
+    return recipe.data.global_batch_size // ranks
+
+
+def check(recipe: Recipe, *, world_size: int, told: list[str] | None = None) -> list[str]:
+    """All problems of a recipe whose keys and types are already known to be right.
+
+    Args:
+        recipe: as loaded.
+        world_size: ranks the run will have.
+        told: problems already reported; a key named there is not reported again.
+    """
+    problems = [*_values(recipe), *_batch(recipe, world_size), *_model(recipe), *_data(recipe)]
+    reported = {line.split(":", 1)[0] for line in told or []}
+    return [line for line in problems if line.split(":", 1)[0] not in reported]
+
+
+def _values(recipe: Recipe) -> list[str]:
+    problems = []
+    positive = {
+        "trainer.max_steps": recipe.trainer.max_steps,
+        "trainer.num_nodes": recipe.trainer.num_nodes,
+        "trainer.accumulate_grad_batches": recipe.trainer.accumulate_grad_batches,
+        "trainer.log_every_n_steps": recipe.trainer.log_every_n_steps,
+        "checkpoint.every_n_steps": recipe.checkpoint.every_n_steps,
+        "data.horizon": recipe.data.horizon,
+        "data.ring_batches": recipe.data.ring_batches,
+        "model.flow_draws": recipe.model.flow_draws,
+        "optimizer.lr": recipe.optimizer.lr,
+    }
+    if recipe.evaluation is not None:
+        positive["evaluation.layouts"] = recipe.evaluation.layouts
+        positive["evaluation.execute_steps"] = recipe.evaluation.execute_steps
+    if recipe.data.generate is not None:
+        positive["data.generate.layouts"] = recipe.data.generate.layouts
+    for key, optional in (
+        ("data.decode_threads", recipe.data.decode_threads),
+        ("run.torch_threads", recipe.run.torch_threads),
+        ("data.batch_size", recipe.data.batch_size),
+        ("data.global_batch_size", recipe.data.global_batch_size),
+        ("metrics.peak_tflops", recipe.metrics.peak_tflops),
+    ):
+        if optional is not None:
+            positive[key] = optional
+    problems += [f"{key}: {value} is not positive" for key, value in positive.items() if value <= 0]
+    if recipe.checkpoint.keep < -1 or recipe.checkpoint.keep == 0:
+        problems.append(f"checkpoint.keep: {recipe.checkpoint.keep} keeps nothing; give 1 or more, or -1 for all")
+    if not 0 <= recipe.schedule.warmup_ratio < 1:
+        problems.append(f"schedule.warmup_ratio: {recipe.schedule.warmup_ratio} is not in [0, 1)")
+    warmup = recipe.schedule.warmup_steps
+    if warmup is not None and not 0 <= warmup < recipe.trainer.max_steps:
+        problems.append(f"schedule.warmup_steps: {warmup} is not below trainer.max_steps = {recipe.trainer.max_steps}")
+    if recipe.evaluation is not None and recipe.evaluation.execute_steps > recipe.data.horizon:
+        problems.append(
+            f"evaluation.execute_steps: {recipe.evaluation.execute_steps} is more than the chunk, "
+            f"data.horizon = {recipe.data.horizon}"
+        )
+    if recipe.run.first is not None:
+        try:
+            find(recipe.run.first)
+        except RecipeError as error:
+            problems += [f"run.first: {line}" for line in error.problems]
+    return problems
+
+
+def _batch(recipe: Recipe, ranks: int) -> list[str]:
+    per_rank, total = recipe.data.batch_size, recipe.data.global_batch_size
+    if (per_rank is None) == (total is None):
+        what = "neither" if per_rank is None else "both; set one of them to null"
+        return [f"data.batch_size: give it or data.global_batch_size; the recipe gives {what}"]
+    if total is not None and total % ranks:
+        lower, upper = total // ranks * ranks, (total // ranks + 1) * ranks
+        allowed = f"{lower} or {upper}" if lower else str(upper)
+        return [f"data.global_batch_size: {total} is not divisible by the {ranks} ranks; the nearest is {allowed}"]
+    return []
+
+
+def _model(recipe: Recipe) -> list[str]:
+    from recipes.build import model_config  # reads names only: the model's config class needs no torch
+
+    try:
+        config = model_config(recipe)
+    except (TypeError, ValueError) as error:
+        return [f"model.config: {line}" for line in str(error).splitlines()]
+    problems = []
+    if recipe.data.horizon > config.action_horizon:
+        problems.append(
+            f"data.horizon: {recipe.data.horizon} is more than the model's action_horizon = {config.action_horizon}"
+        )
+    if not 0 <= recipe.model.embodiment_id < config.max_num_embodiments:
+        problems.append(
+            f"model.embodiment_id: {recipe.model.embodiment_id} is not a slot; "
+            f"allowed: 0 to {config.max_num_embodiments - 1}"
+        )
+    return problems + _processor(recipe)
+
+
+def _processor(recipe: Recipe) -> list[str]:
+    from models.gr00t_n17.processor import ProcessorConfig
+
+    names = [field.name for field in dataclasses.fields(ProcessorConfig)]
+    unknown = [key for key in recipe.model.processor if key not in names]
+    if unknown:
+        return [f"model.processor.{key}: unknown key{nearest(key, names)}" for key in unknown]
+    try:
+        ProcessorConfig(**recipe.model.processor)
+    except (TypeError, ValueError) as error:
+        return [f"model.processor: {error}"]
+    return []
+
+
+def _data(recipe: Recipe) -> list[str]:
+    if not recipe.data.uri:
+        return []  # reported as missing already
+    from recipes.stages import dataset_to_come
+
+    if dataset_to_come(recipe):
+        return []
+    import knonik
+
+    try:
+        dataset = knonik.open(recipe.data.uri, cache_dir=recipe.data.cache.dir)
+    except (OSError, ValueError) as error:
+        return [f"data.uri: {error}"]
+    problems = [
+        f"data.cameras: {camera!r} is no camera of {recipe.data.uri}{nearest(camera, dataset.cameras)}"
+        for camera in recipe.data.cameras or ()
+        if camera not in dataset.cameras
+    ]
+    if not dataset.cameras:
+        problems.append(f"data.uri: {recipe.data.uri} has no camera; a policy needs at least one video feature")
+    problems += _episodes(recipe, dataset)
+    for section, keys, limit in (
+        ("state", recipe.data.state, "max_state_dim"),
+        ("action", recipe.data.action, "max_action_dim"),
+    ):
+        problems += _width(recipe, dataset.features, section, keys, limit)
+    return problems
+
+
+def _episodes(recipe: Recipe, dataset: Any) -> list[str]:
+    known = {int(episode) for episode in dataset.episodes.ids}
+    absent = [episode for episode in recipe.data.episodes or () if episode not in known]
+    if absent:
+        return [f"data.episodes: {absent} are not in {recipe.data.uri}, which has {len(known)} episodes"]
+    return []
+
+
+def _width(recipe: Recipe, features: Mapping[str, Any], section: str, keys: tuple[str, ...], limit: str) -> list[str]:
+    from recipes.build import model_config
+
+    absent = [key for key in keys if key not in features]
+    if absent or not keys:
+        low = [name for name, feature in features.items() if feature["dtype"] not in ("video", "image", "string")]
+        return [f"data.{section}: {key!r} is no feature of the dataset{nearest(key, low)}" for key in absent]
+    width = sum(int(features[key]["shape"][0]) if features[key]["shape"] else 1 for key in keys)
+    try:
+        allowed = getattr(model_config(recipe), limit)
+    except (TypeError, ValueError):
+        return []  # reported with the model
+    if width > allowed:
+        return [f"data.{section}: {width} values a step are more than the model's {limit} = {allowed}"]
+    return []

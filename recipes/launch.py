@@ -1,0 +1,135 @@
+"""Command line: `python -m recipes train|show|check|eval`. The only place that prints, and the only `main`.
+
+Heavy libraries are imported inside the commands that need them: `--help`, `show` and errors in a recipe answer at
+once.
+"""
+
+import argparse
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+from recipes.load import RecipeError, available, load, to_yaml
+
+# what the closing table shows, in this order: key of summary.json, label, format
+_TABLE = (
+    ("steps", "steps", "{:,}"),
+    ("samples_seen", "samples seen", "{:,}"),
+    ("loss_first", "loss, first 5 % of steps", "{:.4f}"),
+    ("loss_last", "loss, last 5 % of steps", "{:.4f}"),
+    ("samples_per_s", "samples/s", "{:.1f}"),
+    ("step_s_median", "step, median", "{:.3f} s"),
+    ("first_batch_s", "first batch after start", "{:.1f} s"),
+    ("data_wait_frac", "data wait, share of step time", "{:.2%}"),
+    ("data_wait_max_s", "data wait, longest", "{:.3f} s"),
+    ("tflops_per_device", "TFLOP/s per device", "{:.4f}"),
+    ("mfu", "MFU", "{:.1%}"),
+    ("peak_rss_gb", "peak memory", "{:.2f} GB"),
+    ("episodes_evaluated", "held-out layouts", "{:,}"),
+    ("success_rate_untrained", "success, untrained", "{:.1%}"),
+    ("success_rate", "success, trained", "{:.1%}"),
+    ("success_rate_swapped", "success, instruction swapped", "{:.1%}"),
+)
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Run a command; exits with 0, 2 for problems in what was asked, or 128 + signal when stopped."""
+    started_at = time.perf_counter()
+    arguments = _parser().parse_args(argv)
+    rank = os.environ.get("RANK")
+    logging.basicConfig(
+        level=logging.INFO if rank in (None, "0") else logging.WARNING,
+        format="%(asctime)s %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+    )
+    try:
+        code = _COMMANDS[arguments.command](arguments, started_at)
+    except RecipeError as error:
+        print(error, file=sys.stderr)
+        code = 2
+    sys.exit(code)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m recipes", description="Training recipes for robot policies.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    names = f"recipe name or YAML file; recipes: {', '.join(available())}"
+    for command, text in (
+        ("train", "train a recipe, or continue its run"),
+        ("show", "print the resolved recipe"),
+        ("check", "report every problem of a recipe without starting it"),
+    ):
+        sub = commands.add_parser(command, help=text, description=text)
+        sub.add_argument("recipe", help=names)
+        sub.add_argument("overrides", nargs="*", metavar="key=value", help="values over the recipe's, by dotted key")
+        if command != "show":
+            sub.add_argument("--allow-drift", action="store_true", help="continue a run with a changed recipe")
+    sub = commands.add_parser("eval", help="evaluate the newest checkpoint of a run", description="closed loop")
+    sub.add_argument("run", type=Path, help="run folder")
+    return parser
+
+
+def _show(arguments: argparse.Namespace, started_at: float) -> int:
+    print(to_yaml(load(arguments.recipe, arguments.overrides)), end="")
+    return 0
+
+
+def _check(arguments: argparse.Namespace, started_at: float) -> int:
+    from recipes.check import checked
+
+    recipe = checked(arguments.recipe, arguments.overrides, allow_drift=arguments.allow_drift)
+    print(f"{recipe.run.name}: no problems")
+    return 0
+
+
+def _train(arguments: argparse.Namespace, started_at: float) -> int:
+    from recipes.check import checked, world_size
+    from recipes.stages import to_do
+
+    recipe = checked(arguments.recipe, arguments.overrides, allow_drift=arguments.allow_drift)
+    if world_size() > 1 and (missing := to_do(recipe)):
+        single = " ".join(["python -m recipes train", arguments.recipe, *arguments.overrides])
+        raise RecipeError([*missing, f"run: start once without torchrun first: {single}"])
+    from recipes.train import complete, train
+
+    summary = complete(recipe)
+    if summary is not None:
+        print(f"{recipe.run.name} is complete in {recipe.run.dir}; it is shown as it is, nothing was trained.")
+        print("Give a new run.dir or seed to train again, or a larger trainer.max_steps to train on.")
+    else:
+        summary, code = train(recipe, started_at)
+        if code:
+            return code
+    if summary is not None:
+        _print_table(summary)
+        print(f"run folder: {recipe.run.dir}")
+    return 0
+
+
+def _eval(arguments: argparse.Namespace, started_at: float) -> int:
+    from recipes.evaluate import evaluate_run
+
+    try:
+        print(json.dumps(evaluate_run(arguments.run), indent=2))
+    except ValueError as error:
+        raise RecipeError([str(error)]) from error
+    return 0
+
+
+_COMMANDS = {"show": _show, "check": _check, "train": _train, "eval": _eval}
+
+
+def _print_table(summary: dict[str, Any]) -> None:
+    rows = [(label, form.format(summary[key])) for key, label, form in _TABLE if summary.get(key) is not None]
+    width = max(len(label) for label, _ in rows)
+    print()
+    for label, value in rows:
+        print(f"  {label:<{width}}  {value:>12}")
+    if summary.get("mfu") is None and summary.get("mfu_reason"):
+        print(f"  MFU: none, {summary['mfu_reason']}")
+    print()

@@ -1,0 +1,151 @@
+"""Recipe files: find, merge the bases, apply the overrides, resolve once into frozen dataclasses.
+
+A file names what it builds on (`base: [...]`) and may change further keys when one has a certain value
+(`when: {"model.size=tiny": {...}}`); what the user gives as `key=value` wins over both.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from recipes.parse import nearest, parse
+from recipes.schema import Recipe
+
+RECIPES = Path(__file__).parent
+
+
+class RecipeError(ValueError):
+    """Everything wrong with a recipe, one line per problem."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+        lines = "\n".join(f"  - {problem}" for problem in problems)
+        super().__init__(f"{len(problems)} problem{'s' * (len(problems) > 1)} in the recipe:\n{lines}")
+
+
+def available() -> list[str]:
+    """Names of the recipes that come with the package, fragments in `base/` left out."""
+    names = (p.relative_to(RECIPES).with_suffix("").as_posix() for p in RECIPES.rglob("*.yaml"))
+    return sorted(name for name in names if not name.startswith("base/"))
+
+
+def find(name: str) -> Path:
+    """File of a recipe, given by its name (`gr00t_n17/bridge`) or by a path to a YAML file."""
+    if name.endswith((".yaml", ".yml")):
+        path = Path(name)
+        if path.is_file():
+            return path
+        raise RecipeError([f"recipe file {name!r} does not exist"])
+    if name not in available():
+        raise RecipeError([f"no recipe named {name!r}{nearest(name, available())}; or give a path ending in .yaml"])
+    return RECIPES / f"{name}.yaml"
+
+
+def load(name: str, overrides: list[str] | None = None) -> Recipe:
+    """Resolve a recipe.
+
+    Args:
+        name: recipe name or path of a YAML file.
+        overrides: `key=value` strings; keys are dotted, values are YAML.
+
+    Raises:
+        RecipeError: with all problems of the file and the overrides.
+    """
+    recipe, problems = examine(name, overrides or [])
+    if problems:
+        raise RecipeError(problems)
+    return recipe
+
+
+def examine(name: str, overrides: list[str]) -> tuple[Recipe, list[str]]:
+    """Like `load`, but gives the problems beside a recipe that is sound in all other places, to check those too."""
+    problems: list[str] = []
+    recipe = parse(Recipe, merged(name, overrides, problems), problems)
+    if recipe is None:
+        raise RecipeError(problems)
+    return recipe, problems
+
+
+def from_dict(values: dict[str, Any]) -> Recipe:
+    """Recipe from plain values, as `to_dict` gives them."""
+    problems: list[str] = []
+    recipe = parse(Recipe, values, problems)
+    if recipe is None or problems:
+        raise RecipeError(problems)
+    return recipe
+
+
+def merged(name: str, overrides: list[str], problems: list[str]) -> dict[str, Any]:
+    """Plain nested dictionary of a recipe after bases, overrides and interpolation, not yet checked for types.
+
+    Values marked `???` that nobody gave are put into `problems` and stand as an empty string.
+    """
+    tree: Any = _with_bases(find(name), ())
+    whens = tree.pop("when", {})
+    malformed = [item for item in overrides if "=" not in item or item.startswith("=")]
+    if malformed:
+        raise RecipeError([f"override {item!r} is not of the form key=value" for item in malformed])
+    try:
+        given = OmegaConf.from_dotlist(overrides)
+        for condition, fragment in whens.items():
+            key, _, value = str(condition).partition("=")
+            if str(OmegaConf.select(OmegaConf.merge(tree, given), key)) == value:
+                tree = OmegaConf.merge(tree, fragment)
+        tree = OmegaConf.merge(tree, given)
+        for key in sorted(OmegaConf.missing_keys(tree)):
+            problems.append(f"{key}: required, give it as {key}=...")
+            OmegaConf.update(tree, key, "")
+        values = OmegaConf.to_container(tree, resolve=True)
+    except OmegaConfBaseException as error:
+        raise RecipeError([f"cannot merge the recipe: {str(error).splitlines()[0]}"]) from error
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def _with_bases(path: Path, seen: tuple[Path, ...]) -> Any:
+    """A recipe file over its `base:` list, later bases over earlier ones; names are relative to the package."""
+    if path in seen:
+        raise RecipeError([f"base: {path.name} includes itself through {' -> '.join(p.name for p in seen)}"])
+    try:
+        tree: Any = OmegaConf.load(path)
+    except Exception as error:  # the YAML library raises several unrelated types
+        raise RecipeError([f"{path} is not readable YAML: {error}"]) from error
+    bases = tree.pop("base", []) if tree else []
+    parts = []
+    for base in bases:
+        file = RECIPES / f"{base}.yaml"
+        if not file.is_file() or not file.resolve().is_relative_to(RECIPES):
+            raise RecipeError([f"base: {base!r}, named by {path.name}, is not a recipe file of the package"])
+        parts.append(_with_bases(file, (*seen, path)))
+    return OmegaConf.merge(*parts, tree)
+
+
+def to_dict(recipe: Recipe) -> dict[str, Any]:
+    """Plain nested dictionary of a recipe, tuples as lists: what is stored with a run and what `from_dict` reads."""
+    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(recipe)))
+    return plain
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """The resolved recipe as YAML."""
+    return OmegaConf.to_yaml(OmegaConf.create(to_dict(recipe)))
+
+
+def flatten(values: dict[str, Any], path: str = "") -> dict[str, Any]:
+    """Dotted key -> value, for comparing two recipes."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        dotted = f"{path}.{key}" if path else key
+        flat.update(flatten(value, dotted) if isinstance(value, dict) and value else {dotted: value})
+    return flat
+
+
+def diff(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> (old, new) for every value that differs; an absent one reads as None."""
+    before, after = flatten(old), flatten(new)
+    keys = sorted(before.keys() | after.keys())
+    return {key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)}

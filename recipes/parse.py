@@ -1,0 +1,106 @@
+"""From plain dictionaries to frozen dataclasses, with every problem collected instead of the first one raised."""
+
+import dataclasses
+import difflib
+import types
+import typing
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+T = TypeVar("T")
+
+
+def nearest(name: str, allowed: typing.Iterable[str]) -> str:
+    """` (did you mean 'x'?)` for the allowed name closest to `name`, or the list of all when none is close."""
+    names = list(allowed)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f" (did you mean {close[0]!r}?)" if close else f" (allowed: {', '.join(names) or 'none'})"
+
+
+def parse(cls: type[T], values: Any, problems: list[str], path: str = "") -> T | None:
+    """Build dataclass `cls` from a mapping.
+
+    Args:
+        cls: a frozen keyword-only dataclass whose field types are scalars, tuples, dicts, Literals or dataclasses.
+        values: the mapping, with plain Python values.
+        problems: receives one line per problem, each with the full dotted key.
+        path: dotted key of `values` itself.
+
+    Returns:
+        The instance, with the default (or an empty value) in the place of everything that did not fit, so that the
+        rest can still be checked; None when `values` is no mapping at all. It is sound only if no problem was added.
+    """
+    if not isinstance(values, dict):
+        problems.append(f"{path or 'recipe'}: {values!r} is not a section of keys")
+        return None
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(typing.cast(Any, cls))}
+    for key in values:
+        if key not in fields:
+            problems.append(f"{_join(path, str(key))}: unknown key{nearest(str(key), fields)}")
+    arguments = {}
+    for name, spec in fields.items():
+        required = spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
+        found = len(problems)
+        if name in values:
+            arguments[name] = _convert(hints[name], values[name], problems, _join(path, name))
+        elif required:
+            problems.append(f"{_join(path, name)}: required, but the recipe gives no value")
+        if len(problems) > found and not dataclasses.is_dataclass(hints[name]):
+            arguments.pop(name, None)
+            if required:
+                arguments[name] = _EMPTY.get(hints[name])
+        elif len(problems) > found and arguments.get(name) is None and required:
+            arguments[name] = parse(hints[name], {}, [], "")
+    return cls(**arguments)
+
+
+# Stand-ins for required values that were wrong: never used to run anything, only to look at the other keys.
+_EMPTY: dict[Any, Any] = {str: "", int: 1, float: 1.0, bool: False}
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _convert(kind: Any, value: Any, problems: list[str], path: str) -> Any:
+    origin = get_origin(kind)
+    if origin in (Union, types.UnionType):
+        options = [option for option in get_args(kind) if option is not type(None)]
+        if value is None:
+            return None
+        return _convert(options[0], value, problems, path)
+    if dataclasses.is_dataclass(kind):
+        return parse(typing.cast(Any, kind), value, problems, path)
+    if origin is Literal:
+        choices = get_args(kind)
+        if value not in choices:
+            problems.append(f"{path}: {value!r} is not one of {', '.join(map(repr, choices))}")
+        return value
+    if origin is tuple:
+        return _convert_tuple(get_args(kind), value, problems, path)
+    if origin is dict:
+        if not isinstance(value, dict):
+            problems.append(f"{path}: expected a section of keys, got {value!r}")
+        return value
+    return _convert_scalar(kind, value, problems, path)
+
+
+def _convert_tuple(items: tuple[Any, ...], value: Any, problems: list[str], path: str) -> Any:
+    if not isinstance(value, list | tuple):
+        problems.append(f"{path}: expected a list, got {value!r}")
+        return value
+    if items[-1] is not Ellipsis and len(value) != len(items):
+        problems.append(f"{path}: expected {len(items)} values, got {len(value)}")
+        return value
+    kinds = [items[0]] * len(value) if items[-1] is Ellipsis else items
+    return tuple(_convert(k, v, problems, f"{path}[{i}]") for i, (k, v) in enumerate(zip(kinds, value, strict=True)))
+
+
+def _convert_scalar(kind: Any, value: Any, problems: list[str], path: str) -> Any:
+    # bool is a subclass of int: `max_steps: true` must not pass as 1
+    fits = isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not fits:
+        problems.append(f"{path}: expected {kind.__name__}, got {type(value).__name__} {value!r}")
+    return value

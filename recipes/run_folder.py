@@ -1,0 +1,105 @@
+"""The folder of a run: the recipe it was started with, its checkpoints, and what may change when it continues."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from recipes.load import diff, to_dict, to_yaml
+from recipes.schema import Recipe
+
+RECIPE_FILE = "recipe.json"
+SUMMARY_FILE = "summary.json"
+_CHECKPOINT = re.compile(r"step-(\d+)\.ckpt")
+
+# Keys that do not change what is computed from a given position on, or that only say how long and how it is watched.
+FREE_KEYS = (
+    "trainer.max_steps",
+    "trainer.max_time",
+    "trainer.log_every_n_steps",
+    "trainer.profiler",
+    "trainer.num_nodes",
+    "trainer.accelerator",
+    "data.cache",
+    "data.decode_threads",
+    "data.ring_batches",
+    "data.batch_size",
+    "data.global_batch_size",
+    "checkpoint",
+    "logger",
+    "wandb",
+    "metrics",
+    "evaluation",
+    "run.torch_threads",
+    "run.dir",
+)
+
+
+class RunFolder:
+    """Paths and state of one run.
+
+    Args:
+        path: `run.dir` of the recipe.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.checkpoints = self.path / "checkpoints"
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """What the finished run reported; None while it is not finished."""
+        file = self.path / SUMMARY_FILE
+        if not file.is_file():
+            return None
+        values: dict[str, Any] = json.loads(file.read_text())
+        return values
+
+    @property
+    def recipe(self) -> dict[str, Any] | None:
+        """The resolved recipe the run was started with; None for a new folder."""
+        file = self.path / RECIPE_FILE
+        if not file.is_file():
+            return None
+        values: dict[str, Any] = json.loads(file.read_text())
+        return values
+
+    def latest_checkpoint(self) -> tuple[Path, int] | None:
+        """Newest complete checkpoint and its step; files still being written have another name."""
+        found = []
+        if self.checkpoints.is_dir():
+            found = [
+                (int(match[1]), file)
+                for file in self.checkpoints.iterdir()
+                if (match := _CHECKPOINT.fullmatch(file.name))
+            ]
+        if not found:
+            return None
+        step, path = max(found)
+        return path, step
+
+    def checkpoint_path(self, step: int) -> Path:
+        """Where the checkpoint of a step goes; the name sorts by step."""
+        return self.checkpoints / f"step-{step:08d}.ckpt"
+
+    def create(self, recipe: Recipe) -> None:
+        """Make the folder and store the recipe in it, resolved, as JSON for programs and YAML for people."""
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        (self.path / RECIPE_FILE).write_text(json.dumps(to_dict(recipe), indent=2) + "\n")
+        (self.path / "recipe.yaml").write_text(to_yaml(recipe))
+
+    def drift(self, recipe: Recipe) -> list[str]:
+        """What differs from the recipe this folder was started with, one line per key that is not free to change."""
+        stored = self.recipe
+        if stored is None:
+            return []
+        changed = diff(stored, to_dict(recipe))
+        return [
+            f"{key}: was {old!r} when the run in {self.path} began, now {new!r}"
+            for key, (old, new) in changed.items()
+            if not any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
+        ]
+
+    def changes(self, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
+        """Every key that differs from the stored recipe, the free ones too."""
+        return diff(self.recipe or {}, to_dict(recipe)) if self.recipe else {}

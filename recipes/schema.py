@@ -1,0 +1,184 @@
+"""What a recipe may say: one frozen dataclass per section, values only, no torch.
+
+Every key of a recipe file is a field here, with its default and its meaning. `recipes.parse` turns the merged YAML
+into these classes and reports what does not fit; `recipes.check` looks at what only makes sense together.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Where a run lives and what must have run before it."""
+
+    name: str
+    dir: str
+    """Run folder. Starting again with the same folder continues the run."""
+    stage: Literal["policy", "grounding"] = "policy"
+    """`policy` trains on a dataset. `grounding` is the quickstart's stand-in for a pre-trained backbone."""
+    first: str | None = None
+    """Recipe of a stage that must be complete before this one; its backbone initialises the model."""
+    torch_threads: int | None = None
+    """Threads PyTorch uses inside one operation on the CPU; null leaves PyTorch's own choice."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """What the data layer may keep on local disk."""
+
+    dir: str | None = None
+    """Folder of indexes and mapped columns; null means $KNONIK_CACHE, else the user's cache folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig:
+    """A dataset made on the spot, when `data.uri` does not exist yet."""
+
+    world: Literal["tabletop"]
+    layouts: int = 600
+    """Layouts of the blocks; each is demonstrated once for every block."""
+    codec: Literal["h264", "av1"] = "h264"
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The dataset and how samples are cut from it."""
+
+    uri: str
+    """LeRobot dataset: a folder, file:// or s3://bucket/prefix."""
+    batch_size: int | None = None
+    """Samples per rank. Give this or `global_batch_size`."""
+    global_batch_size: int | None = None
+    """Samples per step over all ranks; must be divisible by their number."""
+    cameras: tuple[str, ...] | None = None
+    """Video features the policy sees, in this order; null means all of the dataset."""
+    state: tuple[str, ...] = ("observation.state",)
+    action: tuple[str, ...] = ("action",)
+    horizon: int = 16
+    """Action steps of one chunk, starting at the observation."""
+    edge: Literal["repeat", "inside"] = "inside"
+    """At the episode's end: repeat the last step (LeRobot), or no anchor whose chunk would leave it (GR00T)."""
+    episodes: tuple[int, ...] | None = None
+    """Episode ids to use; null means all."""
+    decode_threads: int | None = None
+    """Decoder threads per rank; null means the rank's share of the cores, less one."""
+    ring_batches: int = 3
+    """Decoded batches kept ready, at most."""
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    generate: GenerateConfig | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The policy: which architecture, which sizes, which weights it starts from."""
+
+    name: Literal["gr00t_n17"] = "gr00t_n17"
+    size: Literal["released", "tiny"] = "released"
+    config: dict[str, Any] = field(default_factory=dict)
+    """Fields of the model's config class that differ from `size`."""
+    processor: dict[str, Any] = field(default_factory=dict)
+    """Fields of the model's processor config that differ from its defaults."""
+    weights: str | None = None
+    """Checkpoint to start from: hub id, folder or safetensors file; null trains from random weights."""
+    backbone_weights: str | None = None
+    """Safetensors file for the backbone alone."""
+    embodiment_id: int = 10
+    """Slot of the per-embodiment layers; 10 is the released checkpoint's `new_embodiment`."""
+    flow_draws: int = 1
+    """Independent (noise, time) draws per sample; they share one pass through the backbone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW, in two groups: with and without weight decay."""
+
+    lr: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Linear warm-up from zero, then half a cosine to zero at `trainer.max_steps`."""
+
+    warmup_ratio: float = 0.05
+    warmup_steps: int | None = None
+    """Overrides `warmup_ratio` when given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """Arguments of Lightning's Trainer, under Lightning's names."""
+
+    max_steps: int
+    max_time: str | None = None
+    accelerator: str = "auto"
+    num_nodes: int = 1
+    accumulate_grad_batches: int = 1
+    gradient_clip_val: float | None = 1.0
+    log_every_n_steps: int = 10
+    deterministic: bool = False
+    detect_anomaly: bool = False
+    profiler: Literal["simple", "advanced"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Checkpoints of the whole training state, for resuming."""
+
+    every_n_steps: int = 1000
+    keep: int = 2
+    """Newest checkpoints kept; -1 keeps all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandbConfig:
+    """Where a Weights & Biases run goes; WANDB_* variables keep working and win."""
+
+    project: str = "robot-recipes"
+    entity: str | None = None
+    group: str | None = None
+    tags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsConfig:
+    """How a run is measured."""
+
+    peak_tflops: float | None = None
+    """Dense peak of one device at the run's precision, when the built-in table does not know it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Closed-loop evaluation in a simulated world, before and after training."""
+
+    world: Literal["tabletop"]
+    layouts: int = 120
+    """Held-out layouts."""
+    execute_steps: int = 2
+    """Steps of a predicted chunk that are executed before the policy looks again."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One run, completely described."""
+
+    run: RunConfig
+    data: DataConfig
+    trainer: TrainerConfig
+    seed: int = 0
+    precision: Literal["32-true", "bf16-mixed", "bf16-true"] = "32-true"
+    logger: Literal["csv", "wandb"] = "csv"
+    """CSV files are always written; `wandb` adds a Weights & Biases run."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    evaluation: EvaluationConfig | None = None

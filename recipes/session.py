@@ -1,0 +1,177 @@
+"""One training session: Lightning's Trainer with this run's callbacks, loggers and checkpoints around it."""
+
+import logging
+import os
+import warnings
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, Logger
+
+from callbacks.data_wait import DataWait
+from callbacks.memory import Memory
+from callbacks.metrics import Metrics
+from callbacks.mfu import Mfu
+from callbacks.preemption import Preemption
+from callbacks.progress import Progress
+from callbacks.run_record import RunRecord
+from callbacks.step_clock import StepClock
+from callbacks.throughput import Throughput
+from recipes.check import world_size
+from recipes.load import to_dict
+from recipes.run_folder import RunFolder
+from recipes.schema import Recipe
+
+logger = logging.getLogger(__name__)
+
+# Advice of Lightning's that does not hold for this project's loaders, which carry their own threads.
+_SILENCED = ("does not have many workers", "`training_step` returned `None`", "Checkpoint directory .* exists")
+
+
+class Session:
+    """Trains a module from where the run folder stands and keeps the figures.
+
+    Args:
+        recipe: the resolved recipe.
+        folder: the run folder, created.
+        clock: the run's clock, started with the program.
+        samples_per_epoch: size of the dataset in samples; 0 when it has no end.
+        resumable: write checkpoints, and save and stop on SIGTERM or SIGUSR1.
+    """
+
+    def __init__(
+        self, recipe: Recipe, folder: RunFolder, clock: StepClock, *, samples_per_epoch: int, resumable: bool = True
+    ) -> None:
+        self.recipe = recipe
+        self.folder = folder
+        self.clock = clock
+        self.record = RunRecord(folder.path)
+        self.checkpoint = folder.latest_checkpoint() if resumable else None
+        self.data_wait = DataWait()
+        self.throughput = Throughput(samples_per_epoch)
+        self.preemption = Preemption(self._save) if resumable else None
+        self.trainer = self._trainer([self._checkpoints()] if resumable else [])
+        device = self.trainer.strategy.root_device
+        self.mfu = Mfu(device, recipe.precision, recipe.metrics.peak_tflops)
+        self.memory = Memory(device)
+        self.metrics = Metrics(clock, [self.data_wait, self.throughput, self.mfu, self.memory], self.record)
+        # the clock stops before anything else runs; a signal is acted upon after the checkpoint that may be due
+        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        callbacks[:0] = [clock, self.metrics, Progress(self.metrics)]
+        if self.preemption is not None:
+            callbacks.append(self.preemption)
+
+    @property
+    def start_step(self) -> int:
+        """Optimizer steps already done before this session."""
+        return self.checkpoint[1] if self.checkpoint else 0
+
+    @property
+    def stopped_by(self) -> int | None:
+        """Signal that stopped training, if one did."""
+        return self.preemption.signal if self.preemption else None
+
+    def fit(self, module: LightningModule, **data: Any) -> None:
+        """Train to `trainer.max_steps`, continuing from the newest checkpoint; `data` as for `Trainer.fit`."""
+        if self.trainer.is_global_zero:
+            self._restore_figures()
+        for message in _SILENCED:
+            warnings.filterwarnings("ignore", message=f".*{message}.*")
+        path = str(self.checkpoint[0]) if self.checkpoint else None
+        if path is not None:
+            logger.info("continuing from step %d of %s", self.start_step, self.folder.path)
+        # weights_only: a checkpoint holds tensors and plain values; nothing in it may run code
+        self.trainer.fit(module, ckpt_path=path, weights_only=True, **data)
+
+    def save_final(self) -> None:
+        """Checkpoint of the last step, unless the cadence has just written it; call it on every rank."""
+        self._save(self.trainer)
+
+    def figures(self) -> dict[str, Any]:
+        """Everything measured, over all sessions of the run."""
+        return {
+            **self.record.losses(),
+            **self.throughput.summary(),
+            "first_batch_s": self.clock.first_batch_s,
+            **self.data_wait.summary(),
+            **self.mfu.summary(),
+            **self.memory.summary(),
+        }
+
+    def _restore_figures(self) -> None:
+        self.record.resume_at(self.start_step)
+        rows = self.record.rows()
+        step_s = [row["step_s"] for row in rows]
+        self.data_wait.restore((row["data_wait_s"] for row in rows), step_s)
+        self.throughput.restore((int(row["samples"]) for row in rows), step_s)
+        self.mfu.restore((int(row["flops"]) for row in rows), step_s, world_size())
+
+    def _save(self, trainer: Trainer) -> None:
+        path = self.folder.checkpoint_path(trainer.global_step)
+        if not path.exists():
+            trainer.save_checkpoint(path)
+
+    def _checkpoints(self) -> ModelCheckpoint:
+        keep = self.recipe.checkpoint.keep
+        return ModelCheckpoint(
+            dirpath=self.folder.checkpoints,
+            filename="step-{step:08d}",
+            auto_insert_metric_name=False,
+            every_n_train_steps=self.recipe.checkpoint.every_n_steps,
+            monitor="step" if keep > 0 else None,  # keeps the newest ones
+            mode="max",
+            save_top_k=keep,
+        )
+
+    def _trainer(self, callbacks: list[Callback]) -> Trainer:
+        recipe, ranks = self.recipe, world_size()
+        return Trainer(
+            max_steps=recipe.trainer.max_steps,
+            max_time=recipe.trainer.max_time,
+            accelerator=recipe.trainer.accelerator,
+            devices=_devices_per_node(),
+            num_nodes=recipe.trainer.num_nodes,
+            strategy="ddp" if ranks > 1 else "auto",
+            precision=recipe.precision,
+            accumulate_grad_batches=recipe.trainer.accumulate_grad_batches,
+            gradient_clip_val=recipe.trainer.gradient_clip_val,
+            log_every_n_steps=recipe.trainer.log_every_n_steps,
+            deterministic=recipe.trainer.deterministic,
+            detect_anomaly=recipe.trainer.detect_anomaly,
+            profiler=recipe.trainer.profiler,
+            logger=self._loggers(),
+            callbacks=callbacks,
+            enable_checkpointing=bool(callbacks),
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,  # the data layer deals the samples out; Lightning must not reshuffle them
+            num_sanity_val_steps=0,
+        )
+
+    def _loggers(self) -> list[Logger]:
+        # one file per start: Lightning's CSV logger clears a folder that it finds in use
+        loggers: list[Logger] = [
+            CSVLogger(
+                self.folder.path,
+                name="metrics",
+                version=f"from_step_{self.start_step:08d}",
+                flush_logs_every_n_steps=self.recipe.trainer.log_every_n_steps,
+            )
+        ]
+        if self.recipe.logger == "wandb":
+            from recipes.wandb_run import wandb_logger
+
+            loggers.append(wandb_logger(self.recipe, self.folder, to_dict(self.recipe)))
+        return loggers
+
+
+def _devices_per_node() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def set_torch_threads(count: int | None) -> None:
+    """Threads of one operation on the CPU; torchrun's ranks otherwise all take every core."""
+    if count is not None:
+        torch.set_num_threads(count)

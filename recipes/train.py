@@ -1,0 +1,123 @@
+"""The main job: prepare, evaluate, train, evaluate again, and leave a complete run folder."""
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from callbacks.run_record import write_atomically
+from callbacks.step_clock import StepClock
+from models.gr00t_n17.weights import weights_digest
+from recipes.build import build_datamodule, build_dataset, build_module, build_network, build_processor
+from recipes.check import batch_size_per_rank, world_size
+from recipes.evaluate import closed_loop
+from recipes.run_folder import RunFolder
+from recipes.schema import Recipe
+from recipes.session import Session, set_torch_threads
+from recipes.stages import make_dataset, to_do, train_grounding, with_first_stage
+
+logger = logging.getLogger(__name__)
+
+UNTRAINED_FILE = "evaluation_untrained.json"
+PROCESSOR_FILE = "processor.json"
+
+
+def train(recipe: Recipe, started_at: float) -> tuple[dict[str, Any] | None, int]:
+    """Train a checked recipe to its last step, or continue where its run folder stands.
+
+    Args:
+        recipe: as `recipes.check.checked` returns it.
+        started_at: `time.perf_counter()` of the program's start.
+
+    Returns:
+        (summary, 0), or (None, 128 + signal) when a signal stopped the run; ranks other than 0 have no summary.
+    """
+    set_torch_threads(recipe.run.torch_threads)
+    if recipe.run.stage == "grounding":
+        make_dataset(recipe)
+        return train_grounding(recipe, started_at), 0
+    if world_size() == 1:
+        make_dataset(recipe)
+        started = with_first_stage(recipe, started_at)
+    else:
+        # stages run in one process each; a run on several ranks finds their results, `launch` has checked that
+        assert not to_do(recipe)
+        started = with_first_stage(recipe, started_at)
+
+    dataset = build_dataset(recipe)
+    processor = build_processor(recipe, dataset)
+    network = build_network(started)
+    folder = RunFolder(recipe.run.dir)
+    if _is_rank_zero():
+        _report_changes(folder, recipe)
+        folder.create(recipe)
+        write_atomically(folder.path / PROCESSOR_FILE, json.dumps(processor.to_dict()) + "\n")
+
+    untrained: dict[str, Any] = {}
+    if recipe.evaluation is not None and _is_rank_zero():
+        untrained = _once(
+            folder.path / UNTRAINED_FILE,
+            lambda: {"success_rate_untrained": closed_loop(recipe, network, processor)["success_rate"]},
+        )
+    anchors = len(dataset.order(seed=recipe.seed, epoch=0, horizon=recipe.data.horizon if _inside(recipe) else 1))
+    session = Session(recipe, folder, StepClock(started_at), samples_per_epoch=anchors)
+    if _is_rank_zero():
+        session.record.write_environment({"fingerprint": dataset.fingerprint, "world_size": world_size()})
+    module = build_module(recipe, network)
+    data = build_datamodule(recipe, dataset, processor, batch_size_per_rank(recipe, world_size()))
+    session.fit(module, datamodule=data)
+    if session.stopped_by is not None:
+        dataset.close()
+        return None, 128 + session.stopped_by
+    session.save_final()
+    if not _is_rank_zero():
+        dataset.close()
+        return None, 0
+    summary = {
+        "steps": session.trainer.global_step,
+        "fingerprint": dataset.fingerprint,
+        "weights_digest": weights_digest({n: p for n, p in network.named_parameters() if p.requires_grad}),
+        **session.figures(),
+        **untrained,
+    }
+    if recipe.evaluation is not None:
+        logger.info("evaluating the trained policy on %d held-out layouts", recipe.evaluation.layouts)
+        summary |= closed_loop(recipe, network, processor)
+        swapped = closed_loop(recipe, network, processor, swap_instruction=True)
+        summary["success_rate_swapped"] = swapped["success_rate"]
+    session.record.write_summary(summary)
+    dataset.close()
+    return summary, 0
+
+
+def complete(recipe: Recipe) -> dict[str, Any] | None:
+    """The summary of a run that has already reached the recipe's last step; None when there is something to do."""
+    summary = RunFolder(recipe.run.dir).summary
+    if summary is None or summary.get("steps", 0) < recipe.trainer.max_steps:
+        return None
+    return summary
+
+
+def _is_rank_zero() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def _inside(recipe: Recipe) -> bool:
+    return recipe.data.edge == "inside"
+
+
+def _once(path: Path, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """A result measured before training, kept so that a run that continues does not measure its trained self."""
+    if path.is_file():
+        stored: dict[str, Any] = json.loads(path.read_text())
+        return stored
+    result = measure()
+    write_atomically(path, json.dumps(result) + "\n")
+    return result
+
+
+def _report_changes(folder: RunFolder, recipe: Recipe) -> None:
+    for key, (old, new) in folder.changes(recipe).items():
+        logger.info("changed since the run began: %s was %r, now %r", key, old, new)

@@ -24,6 +24,7 @@ CODECS = {
     b"mp4v": ("mpeg4", b"esds"),
 }
 _SAMPLE_ENTRY_HEADER = 78  # bytes of a VisualSampleEntry before its child boxes
+_MOST_PACKETS = 1 << 27  # 50 days at 30 fps; more is a damaged header
 
 
 class Mp4Error(ValueError):
@@ -83,7 +84,9 @@ def read_packets(store: Store, key: str, size: int | None = None) -> PacketTable
     try:
         moov = _fetch_moov(store, key, store.size(key) if size is None else size)
         return _parse_moov(moov, key)
-    except (struct.error, IndexError) as error:
+    except Mp4Error:
+        raise
+    except (struct.error, IndexError, ValueError, ArithmeticError) as error:
         raise Mp4Error(f"{key}: damaged MP4 header ({error})") from error
 
 
@@ -238,6 +241,8 @@ def _decoder_specific_info(esds: bytes) -> bytes:
 
 def _sample_sizes(stsz: bytes) -> NDArray[np.int64]:
     constant, count = struct.unpack_from(">II", stsz, 4)
+    if constant and count > _MOST_PACKETS:
+        raise IndexError(f"stsz claims {count} packets")
     if constant:
         return np.full(count, constant, np.int64)
     return np.frombuffer(stsz, ">u4", count, 12).astype(np.int64)
@@ -246,10 +251,11 @@ def _sample_sizes(stsz: bytes) -> NDArray[np.int64]:
 def _runs(box: bytes, count: int, key: str, name: str) -> NDArray[np.int64]:
     """Expand a run-length table of (samples, value) pairs to one value per sample."""
     pairs = np.frombuffer(box, ">u4", 2 * struct.unpack_from(">I", box, 4)[0], 8).astype(np.int64).reshape(-1, 2)
-    values = np.repeat(pairs[:, 1], pairs[:, 0])
-    if len(values) < count:
-        raise Mp4Error(f"{key}: {name} describes {len(values)} packets, stsz has {count}")
-    return values[:count]
+    # Surplus entries are cut before they are expanded: a damaged count must not take gigabytes.
+    ends = np.minimum(np.cumsum(pairs[:, 0]), count)
+    if count and (not len(ends) or ends[-1] < count):
+        raise Mp4Error(f"{key}: {name} describes {int(ends[-1]) if len(ends) else 0} packets, stsz has {count}")
+    return np.repeat(pairs[:, 1], np.diff(ends, prepend=0))
 
 
 def _sample_offsets(stbl: bytes, size: NDArray[np.int64], key: str) -> NDArray[np.int64]:

@@ -1,0 +1,119 @@
+"""Local folders and S3 prefixes give the same bytes; short or escaping reads are refused."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from knonik.store import LocalStore, Store, StoreError, open_store
+
+BODY = bytes(range(256)) * 40
+FILES = {"meta/info.json": b"{}", "data/chunk-000/a.bin": BODY, "data/chunk-001/ü b.bin": b"x", "database.txt": b"no"}
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Store:
+    for key, body in FILES.items():
+        (tmp_path / key).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / key).write_bytes(body)
+    return open_store(tmp_path)
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    pytest.importorskip("moto")
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    _, port = server.get_host_and_port()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    try:
+        client = boto3.session.Session().client("s3")
+        client.create_bucket(Bucket="robots")
+        for key, body in FILES.items():
+            client.put_object(Bucket="robots", Key=f"sets/one/{key}", Body=body)
+        client.put_object(Bucket="robots", Key="sets/one-more/data/other.bin", Body=b"other dataset")
+        client.close()
+        store = open_store("s3://robots/sets/one")
+        yield store
+        store.close()
+    finally:
+        server.stop()
+
+
+def _check_same(store: Store) -> None:
+    assert store.list("") == sorted(FILES)
+    assert store.sizes("data") == {key: len(FILES[key]) for key in sorted(FILES) if key.startswith("data/")}
+    assert store.list("nothing") == []
+    assert store.read("data/chunk-001/ü b.bin") == b"x"
+    assert store.read_range("data/chunk-000/a.bin", 250, 20) == BODY[250:270]
+    assert store.read_range("data/chunk-000/a.bin", 5, 0) == b""
+    assert store.size("data/chunk-000/a.bin") == len(BODY)
+    assert store.exists("meta/info.json")
+    assert not store.exists("meta/tasks.jsonl")
+    with store.open("data/chunk-000/a.bin") as file:
+        file.seek(-10, os.SEEK_END)
+        assert file.read() == BODY[-10:]
+        file.seek(3)
+        assert file.read(7) == BODY[3:10]
+    for call in (store.read, store.size):
+        with pytest.raises(StoreError, match=r"nothing\.bin"):
+            call("nothing.bin")
+    with pytest.raises(StoreError, match=rf"a\.bin bytes {len(BODY) - 5}-{len(BODY) + 4}"):
+        store.read_range("data/chunk-000/a.bin", len(BODY) - 5, 10)
+    for key in ("../secret", "data/../../secret", "/etc/passwd", ""):
+        with pytest.raises(ValueError, match="leaves the store"):
+            store.read(key)
+        with pytest.raises(ValueError, match="leaves the store"):
+            store.read_range(key, 0, 1)
+    with pytest.raises(ValueError, match="negative"):
+        store.read_range("meta/info.json", -1, 1)
+
+
+def test_local_folder(local: Store) -> None:
+    _check_same(local)
+    path = local.local_path("meta/info.json")
+    assert path is not None
+    assert path.read_bytes() == b"{}"
+
+
+def test_s3_gives_the_same_answers(s3: Store) -> None:
+    _check_same(s3)
+    assert s3.uri == "s3://robots/sets/one"
+    assert s3.local_path("meta/info.json") is None
+    s3.close()
+    with pytest.raises(StoreError, match="closed"):
+        s3.read("meta/info.json")
+
+
+def test_reading_leaves_no_descriptor(local: Store) -> None:
+    descriptors = Path("/proc/self/fd")
+    if not descriptors.is_dir():
+        pytest.skip("no /proc")
+    before = len(list(descriptors.iterdir()))
+    for _ in range(50):
+        local.read_range("data/chunk-000/a.bin", 0, 100)
+    with pytest.raises(StoreError):
+        local.read_range("data/chunk-000/a.bin", 0, len(BODY) + 1)
+    assert len(list(descriptors.iterdir())) == before
+
+
+def test_addresses(tmp_path: Path) -> None:
+    folder = tmp_path / "with space"
+    folder.mkdir()
+    (folder / "x").write_bytes(b"1")
+    store = open_store(folder.as_uri())
+    assert isinstance(store, LocalStore)
+    assert store.read("x") == b"1"
+    with pytest.raises(ValueError, match=r"allowed are /path, file:///path and s3://"):
+        open_store("gs://bucket/x")
+    with pytest.raises(ValueError, match="names no bucket"):
+        open_store("s3:///x")
+    with pytest.raises(ValueError, match="names a host"):
+        open_store("file://host/x")

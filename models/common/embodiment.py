@@ -18,11 +18,6 @@ def shared_category(ids: Category) -> Category:
     return first if bool((ids == first).all()) else ids
 
 
-def repeat_category(ids: Category, times: int) -> Category:
-    """Ids for `times` consecutive rows per sample."""
-    return ids if isinstance(ids, int) or times == 1 else ids.repeat_interleave(times)
-
-
 class CategorySpecificLinear(nn.Module):
     """y = x @ W[id] + b[id] for x [B, T, in]; parameters W [num_categories, in, out] and b [num_categories, out]."""
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def beta_times(batch: int, alpha: float, beta: float, noise_s: float) -> Tensor:
-    """Times t = noise_s * (1 - u), u ~ Beta(alpha, beta), float32 [batch], drawn on the CPU from the global generator."""
+    """Times t = noise_s * (1 - u), u ~ Beta(alpha, beta), float32 [batch], from the global CPU generator."""
     # The concentrations are CPU tensors so that the draw comes from the CPU generator on every device.
     u = torch.distributions.Beta(torch.tensor(alpha), torch.tensor(beta)).sample((batch,))
     return (1.0 - u) * noise_s
@@ -25,14 +25,14 @@ def time_bucket(time: Tensor, num_buckets: int) -> Tensor:
 
 
 def masked_mean_square(prediction: Tensor, target: Tensor, mask: Tensor) -> Tensor:
-    """Sum of squared errors where mask is 1, over (sum of mask + 1e-6): one mean over the whole batch, not per sample."""
+    """Sum of masked squared errors over (sum of mask + 1e-6): one mean over the whole batch, not one per sample."""
     # mse_loss is on autocast's float32 list, so the square is never formed in half precision.
     error = torch.nn.functional.mse_loss(prediction, target, reduction="none")
     return (error * mask).sum() / (mask.sum() + 1e-6)
 
 
 def euler(velocity: Callable[[Tensor, int], Tensor], start: Tensor, *, num_steps: int, num_buckets: int) -> Tensor:
-    """Integrate `velocity(x, bucket)` from t = 0 to 1 in equal steps; buckets are truncated k / num_steps * num_buckets."""
+    """Integrate `velocity(x, bucket)` from t = 0 to 1 in equal steps, bucket = int(k / num_steps * num_buckets)."""
     x = start
     for k in range(num_steps):
         x = x + velocity(x, int(k / num_steps * num_buckets)) / num_steps

@@ -228,7 +228,7 @@ class Backbone(nn.Module):
         tables: GridTables,
     ) -> Tensor:
         grad = torch.is_grad_enabled()
-        batch, length = input_ids.shape
+        length = input_ids.shape[1]
         language_model = self.language_model
         # A static size keeps nonzero from waiting for the device.
         places = torch.nonzero_static(image_mask.flatten(), size=tables.num_tokens).squeeze(1)

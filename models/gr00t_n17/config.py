@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from models.gr00t_n17 import config_check
+
 logger = logging.getLogger(__name__)
 
 
@@ -30,7 +32,7 @@ class TextConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig:
-    """Qwen3-VL vision tower sizes. `num_position_embeddings` is a square table, resampled to each image's patch grid."""
+    """Qwen3-VL vision tower sizes. `num_position_embeddings` is a square table, resampled to every patch grid."""
 
     hidden_size: int = 1024
     depth: int = 24
@@ -150,7 +152,7 @@ class GR00TN17Config:
     """Keys of a checkpoint's config.json that nothing here reads; written back by `to_dict`."""
 
     def __post_init__(self) -> None:
-        problems = _problems(self)
+        problems = config_check.problems(self)
         if problems:
             raise ValueError("GR00TN17Config is inconsistent:\n  " + "\n  ".join(problems))
 
@@ -223,7 +225,7 @@ class GR00TN17Config:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read a checkpoint's config.json. Unknown keys go to `extra`, missing ones take the released value; both are logged.
+        """Read a checkpoint's config.json: unknown keys go to `extra`, missing ones take released values, both logged.
 
         Raises ValueError when `model_name` is none whose sizes are known and there is no `backbone` section.
         """
@@ -260,7 +262,7 @@ class GR00TN17Config:
         return cls.from_dict(json.loads(Path(path).read_text()))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values in the layout of config.json, keys of `extra` included. `from_dict` returns an equal object."""
+        """Plain JSON values in the layout of config.json, keys of `extra` in their place; inverse of `from_dict`."""
         values = dataclasses.asdict(self)
         extra = values.pop("extra")
         for name, value in extra.items():
@@ -307,95 +309,3 @@ def _read_section(kind: type, values: Mapping[str, Any], path: str, extra: dict[
     if missing:
         logger.info("config keys absent in %s, released values taken: %s", path, ", ".join(missing))
     return kind(**arguments)
-
-
-def _problems(config: GR00TN17Config) -> list[str]:
-    """Every inconsistency at once, each naming the keys to change."""
-    text, vision = config.backbone.text, config.backbone.vision
-    dit, vlsa = config.diffusion_model_cfg, config.vl_self_attention_cfg
-    found: list[str] = []
-
-    def need(condition: bool, message: str) -> None:
-        if not condition:
-            found.append(message)
-
-    def equal(left: str, a: int, right: str, b: int) -> None:
-        need(a == b, f"{left} = {a} must equal {right} = {b}")
-
-    def one_of(key: str, value: object, *allowed: object) -> None:
-        need(value in allowed, f"{key} = {value!r}: only {', '.join(map(repr, allowed))} is built")
-
-    need(
-        1 <= config.select_layer <= text.num_hidden_layers,
-        f"select_layer = {config.select_layer} must lie in 1..backbone.text.num_hidden_layers = {text.num_hidden_layers}",
-    )
-    need(
-        0 <= config.tune_top_llm_layers <= config.select_layer,
-        f"tune_top_llm_layers = {config.tune_top_llm_layers} must lie in 0..select_layer = {config.select_layer}",
-    )
-    equal("backbone_embedding_dim", config.backbone_embedding_dim, "backbone.text.hidden_size", text.hidden_size)
-    equal(
-        "input_embedding_dim",
-        config.input_embedding_dim,
-        "diffusion_model_cfg.num_attention_heads * attention_head_dim",
-        dit.num_attention_heads * dit.attention_head_dim,
-    )
-    equal("hidden_size", config.hidden_size, "diffusion_model_cfg.output_dim", dit.output_dim)
-    if vlsa.num_layers:
-        equal(
-            "backbone_embedding_dim",
-            config.backbone_embedding_dim,
-            "vl_self_attention_cfg.num_attention_heads * attention_head_dim",
-            vlsa.num_attention_heads * vlsa.attention_head_dim,
-        )
-    need(config.input_embedding_dim % 2 == 0, f"input_embedding_dim = {config.input_embedding_dim} must be even")
-    need(
-        not config.add_pos_embed or config.action_horizon <= config.max_seq_len,
-        f"action_horizon = {config.action_horizon} must be at most max_seq_len = {config.max_seq_len}",
-    )
-    equal("2 * sum(backbone.text.mrope_section)", 2 * sum(text.mrope_section), "backbone.text.head_dim", text.head_dim)
-    need(
-        text.num_attention_heads % text.num_key_value_heads == 0,
-        f"backbone.text.num_attention_heads = {text.num_attention_heads} must be a multiple of "
-        f"num_key_value_heads = {text.num_key_value_heads}",
-    )
-    need(
-        vision.hidden_size % (4 * vision.num_heads) == 0,
-        f"backbone.vision.hidden_size = {vision.hidden_size} must be a multiple of 4 * num_heads = {4 * vision.num_heads}",
-    )
-    side = round(vision.num_position_embeddings**0.5)
-    equal("backbone.vision.num_position_embeddings", vision.num_position_embeddings, "a square, nearest", side * side)
-    stages = vision.deepstack_visual_indexes
-    need(
-        list(stages) == sorted(set(stages)) and all(0 <= i < vision.depth for i in stages),
-        f"backbone.vision.deepstack_visual_indexes = {stages} must rise within 0..depth-1 = {vision.depth - 1}",
-    )
-    need(
-        len(stages) <= config.select_layer,
-        f"backbone.vision.deepstack_visual_indexes has {len(stages)} entries, more than select_layer = {config.select_layer}",
-    )
-    ids = {
-        f.name: getattr(config.backbone, f.name) for f in dataclasses.fields(BackboneConfig) if f.name.endswith("_id")
-    }
-    for name, value in ids.items():
-        need(0 <= value < text.vocab_size, f"backbone.{name} = {value} must lie below vocab_size = {text.vocab_size}")
-    need(len(set(ids.values())) == len(ids), f"backbone special token ids must differ from each other: {ids}")
-    for key, probability in (
-        ("diffusion_model_cfg.dropout", dit.dropout),
-        ("vl_self_attention_cfg.dropout", vlsa.dropout),
-        ("state_dropout_prob", config.state_dropout_prob),
-    ):
-        need(0.0 <= probability < 1.0, f"{key} = {probability} must lie in [0, 1)")
-    need(0.0 < config.noise_s <= 1.0, f"noise_s = {config.noise_s} must lie in (0, 1]")
-    for key in ("num_inference_timesteps", "num_timestep_buckets", "attend_text_every_n_blocks", "max_num_embodiments"):
-        need(getattr(config, key) >= 1, f"{key} = {getattr(config, key)} must be at least 1")
-    one_of("backbone_model_type", config.backbone_model_type, "qwen")
-    one_of("state_history_length", config.state_history_length, 1)
-    one_of("reproject_vision", config.reproject_vision, False)
-    one_of("use_alternate_vl_dit", config.use_alternate_vl_dit, True)
-    one_of("strict_action_padding_mask", config.strict_action_padding_mask, False)
-    one_of("diffusion_model_cfg.interleave_self_attention", dit.interleave_self_attention, True)
-    one_of("diffusion_model_cfg.norm_type", dit.norm_type, "ada_norm")
-    one_of("diffusion_model_cfg.positional_embeddings", dit.positional_embeddings, None)
-    one_of("vl_self_attention_cfg.positional_embeddings", vlsa.positional_embeddings, None)
-    return found

@@ -120,14 +120,14 @@ def _group(grid: Grid, num_images: int, rows: Tensor, vision: VisionConfig, devi
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (i, i + half) of the last axis in the precision of the tables; `sin` is negative in its first half."""
+    """Rotate pairs (i, i + half) of the last axis in the tables' precision; `sin` is negative in its first half."""
     half = x.shape[-1] // 2
     swapped = torch.cat([x[..., half:], x[..., :half]], dim=-1)
     return (x * cos + swapped * sin).to(x.dtype)
 
 
 def mrope_axes(text: TextConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """For each of head_dim / 2 rotary pairs: position axis (0 time, 1 row, 2 column; interleaved) and frequency, float32."""
+    """Of every rotary pair [head_dim / 2]: position axis (0 time, 1 row, 2 column, interleaved), float32 frequency."""
     with torch.inference_mode(False), torch.no_grad():
         pairs = torch.arange(text.head_dim // 2)
         axes = torch.zeros_like(pairs)

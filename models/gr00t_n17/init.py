@@ -45,7 +45,7 @@ def init_weights(backbone: nn.Module, action_head: nn.Module, seed: int) -> None
 
 
 def waves(side: int, width: int) -> Tensor:
-    """Sines and cosines of row and column [side * side, width], from half a period per table to one per four entries."""
+    """Sines and cosines of row and column [side * side, width]: half a period per table to one per four entries."""
     count = math.ceil(width / 4)
     frequencies = math.pi * torch.logspace(0, math.log2(max(side / 2, 1)), count, base=2.0)
     angles = torch.linspace(0, 1, side)[:, None] * frequencies

@@ -12,7 +12,6 @@ from models.common.embodiment import (
     Category,
     CategorySpecificLinear,
     CategorySpecificMLP,
-    repeat_category,
     shared_category,
 )
 from models.gr00t_n17 import init

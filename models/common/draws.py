@@ -1,4 +1,4 @@
-"""Random draws as functions of (seed, stream, position, draw): no generator state, so nothing to save or to keep in step.
+"""Random draws as functions of (seed, stream, position, draw): no generator state to save or to keep in step.
 
 A draw is a hash, not the next value of a stream: the same sample gets the same crop, noise and time whichever batch,
 rank or world size it lands in, and after a resume. Everything is computed on the device of `positions` in float64 and
@@ -21,7 +21,7 @@ _MASK = (1 << 64) - 1
 
 
 def stream_key(seed: int, stream: str, *extra: int) -> int:
-    """64-bit key of one named stream under one seed; `extra` integers (draw number, step, rank) separate sub-streams."""
+    """64-bit key of one named stream under one seed; `extra` integers (draw, step, rank) separate sub-streams."""
     text = "\x1f".join([str(int(seed)), stream, *(str(int(value)) for value in extra)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -31,7 +31,7 @@ def normal(seed: int, stream: str, positions: Tensor | Sequence[int], shape: Seq
     count = math.prod(shape)
     pairs = (count + 1) // 2
     bits = _bits(seed, stream, positions, pairs, draw)
-    # One 64-bit word makes one pair: the upper half the radius (kept off 0, its logarithm is taken), the lower the angle.
+    # One 64-bit word makes one pair: the upper half the radius (kept off 0 for the logarithm), the lower half the angle.
     radius = (_shift_right(bits, 32).to(torch.float64) + 0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
     angle = (bits & 0xFFFFFFFF).to(torch.float64).mul_(2.0 * math.pi * 2.0**-32)
     out = torch.cat([angle.cos().mul_(radius), angle.sin_().mul_(radius)], dim=1)

@@ -1,8 +1,8 @@
-"""Image resizing on uint8 levels for whole batches on any device, with the rounding of the libraries the models trained with.
+"""Image resizing on uint8 levels, whole batches on any device, with the rounding of the libraries the models trained with.
 
-Each axis is a short weighted sum of gathered rows (2 to 6 taps), not a matrix product: elementwise arithmetic is the same
-on every device, where a matrix product would be rounded to TF32 on a GPU or to bfloat16 under autocast. Weights are
-computed once per (size in, size out) and device.
+Each axis is a short weighted sum of gathered rows (2 to 6 taps), not a matrix product: elementwise arithmetic is the
+same on every device, where a matrix product would be rounded to TF32 on a GPU or to bfloat16 under autocast. Weights
+are computed once per (size in, size out) and device.
 """
 
 import functools
@@ -22,7 +22,7 @@ class Taps(NamedTuple):
 
 
 def shortest_edge_size(height: int, width: int, edge: int) -> tuple[int, int]:
-    """Size after scaling the shorter side to `edge`; the other side is rounded to the nearest integer (half to even)."""
+    """Size after scaling the shorter side to `edge`; the other side is rounded to an integer (half to even)."""
     scale = edge / min(height, width)
     if scale == 1.0:
         return height, width
@@ -59,14 +59,18 @@ def resize_area(images: Tensor, height: int, width: int) -> Tensor:
         return images
     if height > source_height or width > source_width:
         return _resize_area_growing(images, height, width)
-    rows = _to(images.device, "area", source_height, height)
     columns = _to(images.device, "area", source_width, width)
-    out = _weighted(_weighted(images, rows).transpose(2, 3).contiguous(), columns)
-    if (source_height, source_width) == (2 * height, 2 * width):
-        out = out.add_(0.5).floor_()  # the special case of a 2x2 mean rounds a half up
-    else:
+    rows = _to(images.device, "area", source_height, height)
+    # The reference's order of sums, across before down: sums that end near a half otherwise round the other way.
+    out = _weighted(_weighted(images.transpose(2, 3).contiguous(), columns).transpose(2, 3).contiguous(), rows)
+    cells = (source_height // height) * (source_width // width)
+    if source_height % height or source_width % width:
         out = out.round_()
-    return out.clamp_(0, 255).to(torch.uint8).transpose(2, 3).contiguous()
+    elif (source_height, source_width) == (2 * height, 2 * width):
+        out = out.add_(2).mul_(0.25).floor_()  # the special case of a 2x2 mean rounds a half up
+    else:
+        out = out.mul_(torch.tensor(1.0 / cells, dtype=torch.float32).item()).round_()
+    return out.clamp_(0, 255).to(torch.uint8)
 
 
 def resize_bicubic(images: Tensor, height: int, width: int) -> Tensor:
@@ -85,17 +89,18 @@ def resize_bicubic(images: Tensor, height: int, width: int) -> Tensor:
 
 
 def _weighted(images: Tensor, taps: Taps) -> Tensor:
-    """Weighted row sum along dimension 2 in float32, [N, C, H, W] -> [N, C, out, W]."""
-    out: Tensor | None = None
-    for index, weight in zip(taps.index, taps.weight, strict=True):
-        part = images.index_select(2, index)
-        out = part * weight[:, None] if out is None else out.addcmul_(part.to(out.dtype), weight[:, None])
-    assert out is not None
+    """Weighted row sum along dimension 2 in float32, [N, C, H, W] -> [N, C, out, W].
+
+    Product and sum are two operations: fused they round once instead of twice and ties fall differently.
+    """
+    out = images.index_select(2, taps.index[0]) * taps.weight[0, :, None]
+    for index, weight in zip(taps.index[1:], taps.weight[1:], strict=True):
+        out += images.index_select(2, index) * weight[:, None]
     return out
 
 
 def _fixed_point(images: Tensor, taps: Taps) -> Tensor:
-    # Weights are below 2^15 and their absolute sum below 2^16, so every partial sum is an integer below 2^24: exact in float32.
+    # Weights are below 2^15, their absolute sum below 2^16: every partial sum is an integer below 2^24, exact in float32.
     out = _weighted(images, taps)
     return out.add_(2.0 ** (taps.bits - 1)).mul_(2.0**-taps.bits).floor_().clamp_(0, 255).to(torch.uint8)
 
@@ -129,11 +134,15 @@ def _pack(rows: list[list[tuple[int, float]]], bits: int = 0) -> Taps:
 
 
 def _area_taps(source: int, target: int) -> Taps:
-    """Share of each source row in the interval an output row covers; edge shares under 1e-3 are dropped, as in OpenCV."""
+    """Share of each source row in the interval an output row covers; OpenCV drops edge shares under 1e-3."""
+    if source % target == 0:
+        step = source // target  # plain sums; the caller divides the integer total once
+        return _pack([[(out * step + k, 1.0) for k in range(step)] for out in range(target)])
     scale = source / target
     rows = []
     for out in range(target):
-        start, end = out * scale, (out + 1) * scale
+        start = out * scale
+        end = start + scale
         cell = min(scale, source - start)
         first, last = math.ceil(start), min(math.floor(end), source - 1)
         first = min(first, last)

@@ -1,4 +1,4 @@
-"""Frames to vision-tower patches: resize, crop, colour jitter, smart resize, normalisation, patchify, on the batch's device.
+"""Frames to vision-tower patches on the batch's device: resize, crop, colour jitter, smart resize, normalise, patchify.
 
 The path of the released processor, with its rounding to uint8 levels after every step: shorter side to 256 by area, a
 95 % crop (random in training, centred otherwise), shorter side to 256 again, colour jitter, then the Qwen resize to
@@ -47,7 +47,7 @@ class ImagePlan:
 
 @functools.lru_cache(maxsize=256)
 def plan_image(settings: ImageSettings, height: int, width: int, outer: tuple[int, int] | None = None) -> ImagePlan:
-    """Sizes for a frame of height x width; the crop box is laid out in a frame of size `outer` (own resized frame if None).
+    """Sizes for a frame of height x width; the crop box is laid out in a frame of size `outer` (None: its own).
 
     480x640 in the released settings: 256x341, crop 243x323, 256x340, 256x352: a grid of 16x22 patches, 88 tokens.
     """
@@ -70,9 +70,9 @@ def plan_image(settings: ImageSettings, height: int, width: int, outer: tuple[in
 def plan_cameras(settings: ImageSettings, sizes: Sequence[tuple[int, int]]) -> list[ImagePlan]:
     """Plans for the cameras of a sample in order.
 
-    The crop is replayed in pixel coordinates: the first camera decides the box for all. Where the box does not fit into a
-    camera at every offset, that camera is cropped by its own fraction at the same relative offset instead (the stock
-    processor fails on such sets).
+    The crop is replayed in pixel coordinates: the first camera decides the box for all. Where the box does not fit
+    into a camera at every offset, that camera is cropped by its own fraction at the same relative offset instead: the
+    stock replay would cut a box of another size per sample there.
     """
     first = plan_image(settings, *sizes[0])
     plans = []
@@ -96,7 +96,8 @@ class ImageTransform:
         """uint8 {camera: [B, T, H, W, 3]} -> float32 [patches, 3 * Tp * P * P] and int64 [B * T * V, 3] (t, h, w).
 
         Images follow each other sample by sample, within a sample time-major and then in the order of `cameras`;
-        patches of an image in merge-block order. The grids stay on the CPU. `position` int64 [B] is only read when `augment` is set.
+        patches of an image in merge-block order. The grids stay on the CPU. `position` int64 [B] is only read with
+        `augment`.
         """
         settings = self.settings
         sizes = [(images[camera].shape[2], images[camera].shape[3]) for camera in cameras]

@@ -197,8 +197,8 @@ class Processor:
         """The network's inputs on the batch's device: `batch.inputs` with the images of all cameras.
 
         With `augment` the crop and the colours are random and the state is dropped, all as functions of (seed,
-        position). `embodiment_id` becomes one integer: the whole batch shares it, and the per-embodiment layers then need no
-        gather per sample. `image_grid_thw` stays on the CPU.
+        position). `embodiment_id` becomes one integer: the whole batch shares it, and the per-embodiment layers then
+        need no gather per sample. `image_grid_thw` stays on the CPU.
         """
         inputs: dict[str, Any] = dict(batch.inputs)
         inputs["embodiment_id"] = self.embodiment_id

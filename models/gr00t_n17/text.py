@@ -17,7 +17,7 @@ _NOT_WORD_OR_SPACE = re.compile(r"[^\w\s]")
 
 
 def formalize(text: str) -> str:
-    """Lower-case, then delete what is neither a word character nor white space ("Don't" -> "dont", underscores stay)."""
+    """Lower-case, then delete what is neither a word character nor white space ("Don't" -> "dont", "_" stays)."""
     return _NOT_WORD_OR_SPACE.sub("", text.lower())
 
 
@@ -34,8 +34,8 @@ class Tokenizer(Protocol):
 class WordTokenizer:
     """Closed word-level vocabulary for models that have no released tokenizer.
 
-    Ids are given in a fixed order to the ids that are not special: unknown word, the role word and the line break of the
-    chat form, then the sorted words.
+    The ids that are not special are given out in order: unknown word, the role word and the line break of the chat
+    form, then the sorted words.
     """
 
     UNKNOWN = "<unk>"

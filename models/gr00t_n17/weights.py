@@ -60,8 +60,8 @@ def load_weights(network: nn.Module, source: str | Path, prefix: str = "") -> No
     problems += _report("unexpected", sorted(unexpected)) + _report("misshapen", misshapen)
     if problems:
         raise ValueError(
-            f"weights of {source} do not fit the network (prefix {prefix!r}); the network's sizes come from the config, "
-            "which must be the checkpoint's own config.json\n" + "\n".join(problems)
+            f"weights of {source} do not fit the network (prefix {prefix!r}); sizes and names come from the model's "
+            "config, which must be the checkpoint's own config.json\n" + "\n".join(problems)
         )
     logger.info("loaded %d tensors from %d file(s) of %s", len(seen), len(files), source)
 

@@ -1,0 +1,127 @@
+"""Lightning's side of the data layer: builds the loader of this rank and carries its position in checkpoints."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from knonik.batch import Batch
+from knonik.dataset import Dataset
+from knonik.loader import Loader, Transform, default_threads
+from knonik.plan import Offsets
+
+DeviceTransform = Callable[[Batch], dict[str, torch.Tensor]]
+
+
+class DataModule(pl.LightningDataModule):
+    """Feeds a Trainer from one dataset; a resumed run goes on with the very next sample.
+
+    Lightning fetches a batch ahead, so a batch counts as trained only when it reaches the device for its step
+    (`on_after_batch_transfer`). That position is saved by rank 0, means the same to every rank and holds for any number
+    of ranks; with the same global batch (batch_size * ranks) the batches are the same too.
+
+    Args:
+        dataset: an opened dataset.
+        batch_size, seed, windows, edge, cameras, state, action, decode_threads, ring_batches, transform: as for
+            `Loader`; batch_size is that of one rank.
+        device_transform: makes the training step's input from a batch on its device; None passes the batch itself.
+
+    Raises:
+        ValueError: while fitting, a checkpoint of another dataset, seed or order.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        batch_size: int,
+        seed: int = 0,
+        windows: Mapping[str, Offsets] | None = None,
+        edge: str = "repeat",
+        cameras: Sequence[str] | None = None,
+        state: Sequence[str] = ("observation.state",),
+        action: Sequence[str] = ("action",),
+        decode_threads: int | None = None,
+        ring_batches: int = 3,
+        transform: Transform | None = None,
+        device_transform: DeviceTransform | None = None,
+    ) -> None:
+        super().__init__()
+        self.dataset = dataset
+        self.loader: Loader | None = None
+        self._options: dict[str, Any] = {
+            "batch_size": batch_size,
+            "seed": seed,
+            "windows": windows,
+            "edge": edge,
+            "cameras": cameras,
+            "state": state,
+            "action": action,
+            "ring_batches": ring_batches,
+            "transform": transform,
+        }
+        self._decode_threads = decode_threads
+        self._device_transform = device_transform
+        self._saved: dict[str, Any] | None = None
+
+    def setup(self, stage: str) -> None:
+        """A new fit starts at the first sample, unless a checkpoint is loaded after this."""
+        if stage == "fit":
+            self._saved = None
+
+    def train_dataloader(self) -> Loader:
+        """The loader of this rank, at the saved position; when called again within a fit, at the one reached."""
+        assert self.trainer is not None
+        state = self.state_dict()
+        self._close()
+        # Ranks that share a model's shards read the same samples; only the strategy knows which do.
+        share = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        threads = self._decode_threads or default_threads(self.trainer.num_devices)
+        loader = Loader(
+            self.dataset,
+            **self._options,
+            rank=share["rank"],
+            world_size=share["num_replicas"],
+            decode_threads=threads,
+            pin_memory=self.trainer.strategy.root_device.type == "cuda",
+        )
+        loader.manual_acknowledge = True
+        if state:
+            loader.load_state_dict(state)
+        self.loader = loader
+        return loader
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Asynchronous for a GPU: the loader's batches lie in page-locked memory then."""
+        if isinstance(batch, Batch):
+            return batch.to(device, non_blocking=device.type == "cuda")
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Count the batch as trained and turn it into the training step's input."""
+        if not isinstance(batch, Batch):
+            return batch
+        if self.loader is not None and self.trainer is not None and self.trainer.training:
+            self.loader.acknowledge(batch)
+        return batch if self._device_transform is None else self._device_transform(batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's state, or the one loaded if there is no loader yet; empty before any."""
+        if self.loader is not None:
+            return dict(self.loader.state_dict())
+        return dict(self._saved or {})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the state for the loader that `train_dataloader` builds, which checks it."""
+        self._saved = dict(state_dict)
+
+    def teardown(self, stage: str) -> None:
+        """Stop the loader; the last position stays readable in `state_dict`."""
+        self._saved = self.state_dict()
+        self._close()
+
+    def _close(self) -> None:
+        if self.loader is not None:
+            self.loader.close()
+            self.loader = None

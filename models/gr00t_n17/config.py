@@ -93,8 +93,11 @@ class VLSelfAttentionConfig:
 class GR00TN17Config:
     """Every key of the released config.json plus `backbone`, the sizes its `model_name` stands for.
 
-    Keys of the image and state path (`shortest_image_edge` ... `use_mean_std`) do not shape the network. They are kept
-    so that a checkpoint is written back complete; processor_config.json decides over them.
+    Some keys do not shape the network and are only kept so that a checkpoint is written back complete:
+    `model_dtype`, `load_bf16` and `use_flash_attention` (how upstream loads and runs it), and the keys of the image and
+    state path (`shortest_image_edge` ... `use_mean_std`), over which processor_config.json decides.
+
+    Raises ValueError listing every inconsistent field. Nested sections may be given as mappings of changes.
     """
 
     model_type: str = "Gr00tN1d7"
@@ -152,6 +155,9 @@ class GR00TN17Config:
     """Keys of a checkpoint's config.json that nothing here reads; written back by `to_dict`."""
 
     def __post_init__(self) -> None:
+        for key, kind in _SECTIONS.items():
+            # Recipes give nested sections as mappings of what differs from the released values.
+            object.__setattr__(self, key, _merge(kind(), getattr(self, key), key))
         problems = config_check.problems(self)
         if problems:
             raise ValueError("GR00TN17Config is inconsistent:\n  " + "\n  ".join(problems))

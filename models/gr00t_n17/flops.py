@@ -3,11 +3,17 @@
 Counted are matrix products and attention (full, also where it is causal). Recomputation, norms and activations are not.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from models.gr00t_n17.config import GR00TN17Config
 from models.gr00t_n17.grids import Grid
+
+if TYPE_CHECKING:
+    from models.gr00t_n17.network import GR00TN17
 
 PARTS = ("vit", "llm", "vlsa", "dit_cross", "dit_self", "encoders")
 
@@ -49,17 +55,17 @@ class _Tally:
 def count_flops(
     config: GR00TN17Config,
     *,
-    grids: Sequence[Grid],
-    num_tokens: int,
-    batch: int = 1,
+    image_grids: Sequence[Grid],
+    sequence_length: int,
+    batch_size: int = 1,
     draws: int = 1,
     still_frames: bool = False,
 ) -> Flops:
-    """FLOPs of a batch of equal samples.
+    """FLOPs of a batch.
 
     Args:
-        grids: patch grid (h, w) of every image of one sample.
-        num_tokens: prompt length S with padding.
+        image_grids: patch grid (h, w) of every image of the batch.
+        sequence_length: prompt length S with padding.
         draws: flow draws per sample that share a backbone pass.
         still_frames: pixel_values holds one frame per patch instead of the copy in time.
 
@@ -67,19 +73,39 @@ def count_flops(
     gradient of their input is added. Formulas: section "FLOPs" of this folder's README.
     """
     tally = _Tally()
-    context_grad = _count_backbone(tally, config, grids, num_tokens, still_frames)
-    context_grad = _count_vl_self_attention(tally, config, num_tokens, context_grad)
-    _count_action(tally, config, num_tokens, draws, context_grad)
+    _count_vision(tally, config, image_grids, still_frames)
+    sample = _Tally()
+    context_grad = _count_decoder(sample, config, sequence_length)
+    context_grad = _count_vl_self_attention(sample, config, sequence_length, context_grad)
+    _count_action(sample, config, sequence_length, draws, context_grad)
     return Flops(
-        forward={part: batch * value for part, value in tally.forward.items()},
-        training={part: batch * value for part, value in tally.training.items()},
+        forward={part: tally.forward[part] + batch_size * sample.forward[part] for part in PARTS},
+        training={part: tally.training[part] + batch_size * sample.training[part] for part in PARTS},
     )
 
 
-def _count_backbone(
-    tally: _Tally, config: GR00TN17Config, grids: Sequence[Grid], num_tokens: int, still_frames: bool
-) -> bool:
-    """Vision tower and decoder; returns whether the features carry a gradient."""
+def step_flops(
+    network: GR00TN17,
+    *,
+    image_grids: Sequence[Grid],
+    sequence_length: int,
+    batch_size: int,
+    draws: int = 1,
+    still_frames: bool = False,
+) -> int:
+    """FLOPs of forward and backward of one micro-batch; arguments of `count_flops`."""
+    flops = count_flops(
+        network.config,
+        image_grids=image_grids,
+        sequence_length=sequence_length,
+        batch_size=batch_size,
+        draws=draws,
+        still_frames=still_frames,
+    )
+    return flops.training_total
+
+
+def _count_vision(tally: _Tally, config: GR00TN17Config, grids: Sequence[Grid], still_frames: bool) -> None:
     vision, text = config.backbone.vision, config.backbone.text
     width, tuned = vision.hidden_size, config.tune_visual
     pixels = vision.in_channels * vision.patch_size**2 * (1 if still_frames else vision.temporal_patch_size)
@@ -94,6 +120,11 @@ def _count_backbone(
         tally.attention("vit", n, n, width * vision.depth, grad=tuned)
         mergers = 1 + len(vision.deepstack_visual_indexes)
         tally.linear("vit", 2 * (n // merge) * mergers * merger_weights, trained=tuned, input_grad=tuned)
+
+
+def _count_decoder(tally: _Tally, config: GR00TN17Config, num_tokens: int) -> bool:
+    """The kept decoder layers; returns whether the features carry a gradient."""
+    text = config.backbone.text
     query_width = text.num_attention_heads * text.head_dim
     qkv = text.hidden_size * (query_width + 2 * text.num_key_value_heads * text.head_dim)
     rest = query_width * text.hidden_size + 3 * text.hidden_size * text.intermediate_size
@@ -101,10 +132,10 @@ def _count_backbone(
     for layer in range(config.select_layer):
         trained = layer >= first_trained
         # A trained layer always needs the gradient of its projections' input: the norm before them trains with it.
-        grad = tuned or trained
+        grad = config.tune_visual or trained
         tally.linear("llm", 2 * num_tokens * (qkv + rest), trained=trained, input_grad=grad)
         tally.attention("llm", num_tokens, num_tokens, query_width, grad=grad)
-    return tuned or first_trained < config.select_layer
+    return config.tune_visual or first_trained < config.select_layer
 
 
 def _count_vl_self_attention(tally: _Tally, config: GR00TN17Config, num_tokens: int, context_grad: bool) -> bool:

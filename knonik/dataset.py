@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,9 @@ from knonik.statistics import Statistics, cached_statistics
 from knonik.stock import TOLERANCE_S
 from knonik.store import Store, open_store
 from knonik.windows import window_frames
+
+if TYPE_CHECKING:
+    from knonik.video import GopDecoder
 
 
 def open(
@@ -83,6 +86,7 @@ class Dataset:
         self._all_episodes = metadata.episodes
         self._folder = folder
         self._columns: dict[str, Column] = {}
+        self._decoder: GopDecoder | None = None
 
     def __len__(self) -> int:
         return self.episodes.num_rows
@@ -137,8 +141,6 @@ class Dataset:
         Raises:
             ValueError: the nearest frame is further from the row's timestamp than the stock tolerance of 1e-4 s.
         """
-        from knonik.video import GopDecoder
-
         key, number = self.locate(episode, camera, frame)
         off_s = self.index.off_s(camera, episode, frame)
         if off_s:
@@ -149,12 +151,21 @@ class Dataset:
             )
         gop = self.index.gop(key, number).through(number)
         picture = np.empty((gop.codec.height, gop.codec.width, 3), np.uint8)
-        decoder = GopDecoder()
+        packets = gop.read(self.store)
         try:
-            decoder.decode(gop.codec, gop.read(self.store), gop.pts.tolist(), [gop.pts_of(number)], [picture])
-        finally:
-            decoder.close()
+            self._frame_decoder().decode(gop.codec, packets, gop.pts.tolist(), [gop.pts_of(number)], [picture])
+        except RuntimeError as error:
+            where = f"episode {episode}, camera {camera}, frame {frame} (frame {number} of {key})"
+            raise RuntimeError(f"{where}: {error}") from error
         return picture
+
+    def _frame_decoder(self) -> "GopDecoder":
+        # Imported late: an index can be read where no video library is installed.
+        from knonik.video import GopDecoder
+
+        if self._decoder is None:
+            self._decoder = GopDecoder()
+        return self._decoder
 
     def image_shape(self, camera: str) -> tuple[int, int]:
         """(height, width) of a camera's pictures, from the video itself."""
@@ -174,6 +185,7 @@ class Dataset:
     def close(self) -> None:
         """Release the store's connections and the mapped columns, those that nobody else refers to."""
         self._columns = {}
+        self._decoder = None
         self.store.close()
 
     def __enter__(self) -> "Dataset":

@@ -1,0 +1,142 @@
+"""Columns become arrays in episode order, whatever the Parquet layout, once for all processes."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from knonik.columns import load_columns
+from knonik.episodes import EpisodeTable
+from knonik.lerobot import MetadataError, read_metadata
+from knonik.store import open_store
+
+LENGTH = np.array([3, 2, 4])
+
+
+def _table() -> EpisodeTable:
+    """Episodes 4, 6, 9; the second file holds the first and the last, in the other order."""
+    return EpisodeTable(
+        ids=np.array([4, 6, 9]),
+        length=LENGTH,
+        first_row=np.array([0, 3, 5]),
+        data_keys=("data/a.parquet", "data/b.parquet"),
+        data_object=np.array([1, 0, 1]),
+        data_row=np.array([4, 0, 0]),
+        tasks=((),) * 3,
+        cameras={},
+    )
+
+
+def _write(root: Path, **changes: Any) -> Path:
+    (root / "data").mkdir(exist_ok=True)
+    for name, ids in (("a", [6] * 2), ("b", [9] * 4 + [4] * 3)):
+        value = np.array([100.0 * e for e in ids]) + np.arange(len(ids))
+        pairs = np.stack([value, -value], 1)
+        columns = {
+            "fixed": pa.FixedSizeListArray.from_arrays(pa.array(pairs.reshape(-1).astype(np.float32)), 2),
+            "list": pa.array(pairs.tolist()),
+            "nested": pa.array(pairs.reshape(-1, 2, 1).tolist()),
+            "scalar": pa.array(value),
+            "half": pa.array(value.astype(np.float16)),
+            "flag": pa.array([e == 9 for e in ids]),
+            "small": pa.array(np.array(ids, np.int8)),
+            "episode_index": pa.array(ids, pa.int64()),
+            "text": pa.array(["x"] * len(ids)),
+            "ragged": pa.array([[0.0] * (1 + i % 2) for i in range(len(ids))]),
+            "holes": pa.array([None, *value[1:].tolist()]),
+        }
+        columns |= {key: column(ids) for key, column in changes.items()}
+        table = pa.table({key: column for key, column in columns.items() if column is not None})
+        pq.write_table(table, root / f"data/{name}.parquet", row_group_size=2)
+    return root
+
+
+EXPECTED = np.array([404, 405, 406, 600, 601, 900, 901, 902, 903], np.float32)
+
+
+def test_layouts(tmp_path: Path) -> None:
+    store = open_store(_write(tmp_path))
+    names = ["fixed", "list", "nested", "scalar", "half", "flag", "small"]
+    columns = load_columns(store, _table(), names, tmp_path / "cache")
+    for name in ("fixed", "list", "nested"):
+        np.testing.assert_array_equal(columns[name], np.stack([EXPECTED, -EXPECTED], 1))
+    np.testing.assert_array_equal(columns["scalar"], EXPECTED[:, None])
+    np.testing.assert_array_equal(columns["flag"][:, 0], [0] * 5 + [1] * 4)
+    np.testing.assert_array_equal(columns["small"][:, 0], np.repeat([4, 6, 9], LENGTH))
+    floats, ints = ("fixed", "list", "nested", "scalar", "half"), ("flag", "small")
+    assert {columns[name].dtype for name in floats} == {np.dtype(np.float32)}
+    assert {columns[name].dtype for name in ints} == {np.dtype(np.int64)}
+    assert isinstance(columns["list"].base, np.memmap)
+    with pytest.raises(ValueError, match="read-only"):
+        columns["list"][0] = 0
+
+
+def test_built_once_and_again_when_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store, cache = open_store(_write(tmp_path)), tmp_path / "cache"
+    load_columns(store, _table(), ["list"], cache)
+    for name in ("a", "b"):
+        (tmp_path / f"data/{name}.parquet").rename(tmp_path / f"{name}.away")
+    np.testing.assert_array_equal(load_columns(store, _table(), ["list"], cache)["list"][:, 0], EXPECTED)
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.away").rename(tmp_path / f"data/{name}.parquet")
+    file = cache / "list.npy"
+    file.write_bytes(file.read_bytes()[:-20])
+    np.testing.assert_array_equal(load_columns(store, _table(), ["list"], cache)["list"][:, 0], EXPECTED)
+    assert "damaged" in caplog.text
+    assert [path.name for path in cache.iterdir()] == ["list.npy"]
+
+
+def test_several_builders_at_once(tmp_path: Path) -> None:
+    store = open_store(_write(tmp_path))
+    with ThreadPoolExecutor(6) as pool:
+        jobs = [pool.submit(load_columns, store, _table(), ["list", "flag"], tmp_path / "cache") for _ in range(12)]
+        for job in jobs:
+            np.testing.assert_array_equal(job.result()["list"][:, 0], EXPECTED)
+    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["flag.npy", "list.npy"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("absent", r"data/a\.parquet: column absent is missing"),
+        ("text", "column text holds string"),
+        ("ragged", "column ragged has values of different lengths"),
+        ("holes", "column holes has 1 empty values"),
+    ],
+)
+def test_unusable_columns_are_named(tmp_path: Path, name: str, message: str) -> None:
+    cache = tmp_path / "cache"
+    with pytest.raises(MetadataError, match=message):
+        load_columns(open_store(_write(tmp_path)), _table(), ["list", name], cache)
+    assert not list(cache.glob("*"))
+
+
+def test_files_that_contradict_the_metadata_are_named(tmp_path: Path) -> None:
+    store = open_store(_write(tmp_path, episode_index=lambda ids: pa.array([7] * len(ids))))
+    with pytest.raises(MetadataError, match=r"data/a\.parquet: rows 0\.\.1 should be episode 6.*is \[7\]"):
+        load_columns(store, _table(), ["list"], tmp_path / "cache")
+    # Without ids in the file there is nothing to compare, and the rows are taken as listed.
+    store = open_store(_write(tmp_path, episode_index=lambda ids: None))
+    load_columns(store, _table(), ["list"], tmp_path / "cache")
+    pq.write_table(pq.read_table(tmp_path / "data/b.parquet").slice(1), tmp_path / "data/b.parquet")
+    with pytest.raises(MetadataError, match=r"data/b\.parquet: has 6 rows, the metadata of episodes 4\.\.9 says 7"):
+        load_columns(store, _table(), ["fixed"], tmp_path / "cache")
+    file = tmp_path / "data/a.parquet"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(MetadataError, match=r"data/a\.parquet: not a readable Parquet file"):
+        load_columns(store, _table(), ["fixed"], tmp_path / "cache")
+
+
+def test_real_rows_are_the_parquet_rows(shared_data: Path, tmp_path: Path) -> None:
+    for name in ("g1_inspire_v21", "g1_inspire_v30", "gr1_picknplace_v20"):
+        store = open_store(shared_data / name)
+        episodes = read_metadata(store).episodes
+        columns = load_columns(store, episodes, ["action", "task_index"], tmp_path / name)
+        paths = sorted((shared_data / name / "data").rglob("*.parquet"))
+        rows = [row for path in paths for row in pq.read_table(path, columns=["action"]).column("action").to_pylist()]
+        np.testing.assert_array_equal(columns["action"], np.array(rows, np.float32))
+        assert columns["task_index"].shape == (len(rows), 1)

@@ -1,0 +1,83 @@
+"""The FLOP formulas against PyTorch's own counter and against the published sizes."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from models.gr00t_n17.config import GR00TN17Config
+from models.gr00t_n17.flops import count_flops, step_flops
+from models.gr00t_n17.network import GR00TN17
+
+BATCH = 2
+IDS = [0, 1, 3, 5, 5, 5, 5, 4, 3, 5, 5, 5, 5, 5, 5, 4, 20, 21, 2]
+GRIDS = [(4, 4), (4, 6)] * BATCH
+
+
+def counted(network: GR00TN17, draws: int, pixel_width: int) -> tuple[int, int]:
+    """FLOPs of forward and of forward plus backward; attention as plain products, which the counter sees exactly."""
+    config = network.config
+    shape = (config.action_horizon, config.max_action_dim)
+    inputs = {
+        "input_ids": torch.tensor([IDS] * BATCH),
+        "attention_mask": torch.tensor([[0] + [1] * (len(IDS) - 1)] * BATCH),
+        "pixel_values": torch.randn(sum(h * w for h, w in GRIDS), pixel_width),
+        "image_grid_thw": [[1, h, w] for h, w in GRIDS],
+        "state": torch.randn(BATCH, 1, config.max_state_dim),
+        "action": torch.randn(BATCH, *shape),
+        "action_mask": torch.ones(BATCH, *shape),
+        "embodiment_id": 1,
+    }
+    with sdpa_kernel(SDPBackend.MATH):
+        with FlopCounterMode(display=False) as forward:
+            loss = network(inputs, torch.randn(draws * BATCH, *shape), torch.rand(draws * BATCH))
+        with FlopCounterMode(display=False) as backward:
+            loss.backward()
+    return forward.get_total_flops(), forward.get_total_flops() + backward.get_total_flops()
+
+
+@pytest.mark.parametrize("draws", [1, 2])
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {},
+        {"tune_llm": False, "tune_visual": False},
+        {"tune_llm": False},
+        {"tune_visual": False},
+        {"tune_llm": False, "tune_visual": False, "tune_top_llm_layers": 1},
+        {"tune_llm": False, "tune_visual": False, "tune_vlln": False},
+        {"tune_llm": False, "tune_visual": False, "tune_diffusion_model": False},
+    ],
+    ids=lambda switches: ",".join(switches) or "all tuned",
+)
+def test_formulas_agree_with_the_counter(switches: dict[str, Any], draws: int) -> None:
+    network = GR00TN17(GR00TN17Config.tiny(**switches))
+    forward, training = counted(network, draws, 1536)
+    ours = count_flops(network.config, image_grids=GRIDS, sequence_length=len(IDS), batch_size=BATCH, draws=draws)
+    assert ours.forward_total == pytest.approx(forward, rel=0.01)
+    assert ours.training_total == pytest.approx(training, rel=0.01)
+
+
+def test_still_frames_halve_the_patch_product() -> None:
+    network = GR00TN17(GR00TN17Config.tiny())
+    _, training = counted(network, 1, 768)
+    ours = step_flops(network, image_grids=GRIDS, sequence_length=len(IDS), batch_size=BATCH, still_frames=True)
+    assert ours == pytest.approx(training, rel=0.01)
+
+
+def test_released_fine_tune_on_three_cameras() -> None:
+    """Section 6 of the model's facts: 1.96 T a sample and 125 T a step of 64 at 16x22 patches, 1.49 T at 16x16."""
+    config = GR00TN17Config()
+    flops = count_flops(config, image_grids=[(16, 22)] * 3 * 64, sequence_length=290, batch_size=64)
+    assert flops.training_total == pytest.approx(125e12, rel=0.01)
+    assert flops.training_total / 64 == pytest.approx(1.96e12, rel=0.01)
+    giga = {part: value / 64e9 for part, value in flops.forward.items()}
+    expected = {"vit": 731, "llm": 478, "vlsa": 119, "dit_cross": 91, "dit_self": 38, "encoders": 0.8}
+    for part, value in expected.items():
+        assert giga[part] == pytest.approx(value, rel=0.05), part
+    assert flops.training["vit"] == flops.forward["vit"]
+    assert flops.training["dit_self"] == 3 * flops.forward["dit_self"]
+    small = count_flops(config, image_grids=[(16, 16)] * 3, sequence_length=218)
+    assert small.training_total == pytest.approx(1.49e12, rel=0.01)

@@ -6,6 +6,7 @@ episode-table order.
 
 import logging
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from knonik.lerobot import MetadataError
 from knonik.store import Store
 
 logger = logging.getLogger(__name__)
+
+_READERS = 8  # files read at once: enough to hide a store's latency, few enough to bound memory
 
 Column = NDArray[np.float32] | NDArray[np.int64]
 
@@ -77,28 +80,36 @@ def _open(path: Path, num_rows: int) -> Column | None:
 
 
 def _build(store: Store, episodes: EpisodeTable, names: Sequence[str], folder: Path) -> None:
-    targets: dict[str, NDArray[Any]] = {}
     by_file = np.argsort(episodes.data_object, kind="stable")
     ends = np.searchsorted(episodes.data_object[by_file], np.arange(len(episodes.data_keys)), side="right")
+    starts = np.append(0, ends[:-1])
+    targets: dict[str, NDArray[Any]] = {}
+
+    def fill(number: int) -> None:
+        key, members = episodes.data_keys[number], by_file[starts[number] : ends[number]]
+        values = _read_file(store, key, names, optional="episode_index")
+        rows = _member_rows(episodes, members, key, values)
+        for name in names:
+            part = values[name]
+            if name not in targets:  # only in the first file, which is read alone
+                shape = (episodes.num_rows, part.shape[1])
+                targets[name] = stack.enter_context(new_array(folder / _file_name(name), part.dtype, shape))
+            target = targets[name]
+            if part.shape[1] != target.shape[1] or part.dtype != target.dtype:
+                raise MetadataError(
+                    f"{key}: column {name} is {part.dtype} [{part.shape[1]}], in {episodes.data_keys[0]} it is "
+                    f"{target.dtype} [{target.shape[1]}]"
+                )
+            for position, source in zip(members, rows, strict=True):
+                begin = episodes.first_row[position]
+                target[begin : begin + episodes.length[position]] = part[source]
+
+    # Files fill disjoint rows, so they are read side by side; the results stay in the mapped files and not in memory.
     with ExitStack() as stack:
-        for number, key in enumerate(episodes.data_keys):
-            members = by_file[ends[number - 1] if number else 0 : ends[number]]
-            values = _read_file(store, key, names, optional="episode_index")
-            rows = _member_rows(episodes, members, key, values)
-            for name in names:
-                part = values[name]
-                if name not in targets:
-                    shape = (episodes.num_rows, part.shape[1])
-                    targets[name] = stack.enter_context(new_array(folder / _file_name(name), part.dtype, shape))
-                target = targets[name]
-                if part.shape[1] != target.shape[1] or part.dtype != target.dtype:
-                    raise MetadataError(
-                        f"{key}: column {name} is {part.dtype} [{part.shape[1]}], in {episodes.data_keys[0]} it is "
-                        f"{target.dtype} [{target.shape[1]}]"
-                    )
-                for position, source in zip(members, rows, strict=True):
-                    begin = episodes.first_row[position]
-                    target[begin : begin + episodes.length[position]] = part[source]
+        fill(0)
+        pool = stack.enter_context(ThreadPoolExecutor(_READERS, thread_name_prefix="knonik-columns"))
+        for _ in pool.map(fill, range(1, len(episodes.data_keys))):
+            pass
 
 
 def _member_rows(
@@ -134,7 +145,9 @@ def _read_file(store: Store, key: str, names: Sequence[str], optional: str) -> d
             if absent:
                 raise MetadataError(f"{key}: column {absent[0]} is missing; it has {', '.join(sorted(present))}")
             # One thread: builders of several ranks or data files share the machine.
-            table = file.read(columns=[name for name in dict.fromkeys([*names, optional]) if name in present], use_threads=False)
+            table = file.read(
+                columns=[name for name in dict.fromkeys([*names, optional]) if name in present], use_threads=False
+            )
     except (pa.ArrowException, OSError) as error:
         raise MetadataError(
             f"{key}: not a readable Parquet file ({error}); recording may have been cut off before its footer"

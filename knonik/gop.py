@@ -75,7 +75,8 @@ class Gop:
 class ObjectIndex:
     """Frames of one video object in presentation order, with O(log GOPs) access to the packets of any of them.
 
-    pts: [F] pts of each presented frame, rising, in ticks of `codec.timescale`.
+    pts: [F] pts of each presented frame, rising, in ticks of `codec.timescale`. first_frames: [G] first frame of each
+    GOP, rising.
     """
 
     def __init__(self, key: str, table: PacketTable) -> None:
@@ -90,8 +91,8 @@ class ObjectIndex:
         self._sync = np.flatnonzero(table.sync)
         # A GOP presents the frames from its sync frame up to the next one. Leading pictures of an open GOP are stored
         # after the next sync packet but refer back, so they belong here; `_needs` then reaches past that sync packet.
-        self._first_frame = np.searchsorted(self.pts, table.pts[self._sync])
-        self._first_frame[:1] = 0
+        self.first_frames = np.searchsorted(self.pts, table.pts[self._sync])
+        self.first_frames[:1] = 0
 
     def __len__(self) -> int:
         return len(self.pts)
@@ -105,9 +106,9 @@ class ObjectIndex:
         """The GOP that presents a frame of this object."""
         if not 0 <= frame < len(self.pts):
             raise IndexError(f"{self.key}: frame {frame} was asked for, the object has {len(self.pts)}")
-        number = int(np.searchsorted(self._first_frame, frame, side="right")) - 1
-        first = int(self._first_frame[number])
-        stop = int(self._first_frame[number + 1]) if number + 1 < len(self._first_frame) else len(self.pts)
+        number = int(np.searchsorted(self.first_frames, frame, side="right")) - 1
+        first = int(self.first_frames[number])
+        stop = int(self.first_frames[number + 1]) if number + 1 < len(self.first_frames) else len(self.pts)
         start = int(self._sync[number])
         packets = slice(start, int(self._needs[stop - 1]) + 1)
         table = self._table
@@ -126,4 +127,4 @@ class ObjectIndex:
 
 def gop_numbers(index: ObjectIndex, frames: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
     """GOP number of many frames of one object: frames with equal numbers come out of the same packets."""
-    return np.searchsorted(index._first_frame, np.asarray(frames, np.int64), side="right") - 1
+    return np.searchsorted(index.first_frames, np.asarray(frames, np.int64), side="right") - 1

@@ -163,6 +163,10 @@ def _table(rows: _Rows, info: Mapping[str, Any], features: Mapping[str, Any], si
         if not any(f"/{name}/" in key for key in sizes):
             logger.warning("camera %s is declared in meta/info.json but has no files; it is left out", name)
             continue
+        if _is_depth(feature):
+            # Its 12-bit codes would come out as wrong colours, which is worse than a missing camera.
+            logger.warning("camera %s holds depth maps, which are not read yet; it is left out", name)
+            continue
         paths, per_episode = _resolve(
             info, "video_path", VIDEO_TEMPLATES, rows, f"videos/{name}", name, chunks_size, sizes
         )
@@ -201,6 +205,12 @@ def _table(rows: _Rows, info: Mapping[str, Any], features: Mapping[str, Any], si
         tasks=tuple(rows.tasks),
         cameras=cameras,
     )
+
+
+def _is_depth(feature: Mapping[str, Any]) -> bool:
+    """Both spellings of the mark, inside `info` (newer) or `video_info` (older)."""
+    details = feature.get("info") or feature.get("video_info") or {}
+    return bool(details.get("is_depth_map") or details.get("video.is_depth_map"))
 
 
 def _resolve(
@@ -282,6 +292,8 @@ def _tasks(files: Mapping[str, bytes]) -> dict[int, str]:
         )
     tasks: dict[int, str] = {}
     for index, task in pairs:
+        if index is None or task is None:
+            raise MetadataError(f"{source}: a row has an empty task_index or task")
         if tasks.setdefault(int(index), str(task)) != str(task):
             raise MetadataError(f"{source}: task_index {index} has two texts, {tasks[int(index)]!r} and {task!r}")
     return tasks

@@ -82,8 +82,11 @@ def read_packets(store: Store, key: str, size: int | None = None) -> PacketTable
         Mp4Error: not an MP4, fragmented, no video track, unknown codec, or inconsistent tables.
     """
     try:
-        moov = _fetch_moov(store, key, store.size(key) if size is None else size)
-        return _parse_moov(moov, key)
+        total = store.size(key) if size is None else size
+        table = _parse_moov(_fetch_moov(store, key, total), key)
+        if len(table) and (table.offset.min() < 0 or (table.offset + table.size).max() > total):
+            raise Mp4Error(f"{key}: packets reach beyond the {total} bytes of the file; truncated?")
+        return table
     except Mp4Error:
         raise
     except (struct.error, IndexError, ValueError, ArithmeticError) as error:

@@ -16,8 +16,23 @@ from knonik.gop import ObjectIndex
 from knonik.mp4 import read_packets
 from knonik.store import open_store
 from knonik.video import GopDecoder
+from knonik.write import EpisodeData, write_lerobot
 
 CAM = "observation.images.cam_high"
+TOP = "observation.images.top"
+
+
+def _episodes() -> list[EpisodeData]:
+    """Three episodes of 8 small pictures."""
+    rng = np.random.default_rng(0)
+    return [
+        EpisodeData(
+            columns={"action": rng.normal(size=(8, 2)).astype(np.float32)},
+            frames={TOP: rng.integers(0, 256, (8, 32, 48, 3), np.uint8)},
+            task=f"task {e % 2}",
+        )
+        for e in range(3)
+    ]
 
 
 def _container_frames(path: Path) -> Any:
@@ -180,6 +195,50 @@ def test_statistics_of_the_episodes_in_use(shared_data: Path, tmp_path: Path) ->
     for episodes in (None, [1]):
         knonik.open(shared_data / "g1_inspire_v30", cache_dir=tmp_path, episodes=episodes).statistics("action")
     assert files[0].read_text() != "{"
+
+
+def test_s3_gives_the_same_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("moto")
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    root = write_lerobot(tmp_path / "set", _episodes(), fps=10, robot_type="none", codec="h264", episodes_per_file=2)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*server.get_host_and_port()))
+        for name, value in (("ACCESS_KEY_ID", "test"), ("SECRET_ACCESS_KEY", "test"), ("DEFAULT_REGION", "us-east-1")):
+            monkeypatch.setenv(f"AWS_{name}", value)
+        client = boto3.session.Session().client("s3")
+        client.create_bucket(Bucket="robots")
+        for path in root.rglob("*"):
+            if path.is_file():
+                client.upload_file(str(path), "robots", f"sets/one/{path.relative_to(root)}")
+        client.close()
+        local = knonik.open(root, cache_dir=tmp_path / "a")
+        with knonik.open("s3://robots/sets/one", cache_dir=tmp_path / "b") as remote:
+            assert remote.fingerprint == local.fingerprint
+            np.testing.assert_array_equal(remote.column("action"), local.column("action"))
+            for episode, frame in ((0, 0), (1, 5), (2, 7), (2, 3)):
+                one, other = (ds.frame(episode=episode, camera=TOP, frame=frame) for ds in (local, remote))
+                np.testing.assert_array_equal(one, other)
+    finally:
+        server.stop()
+
+
+def test_damaged_video_is_named(tmp_path: Path) -> None:
+    root = write_lerobot(tmp_path / "set", _episodes(), fps=10, robot_type="none", codec="h264", version="v2.1")
+    ds = knonik.open(root, cache_dir=tmp_path / "cache")
+    key, number = ds.locate(1, TOP, 4)
+    start, length = ds.gop(key, number).span()
+    body = bytearray((root / key).read_bytes())
+    body[start : start + length] = bytes(length)
+    (root / key).write_bytes(body)
+    with pytest.raises(RuntimeError, match=rf"episode 1, camera {TOP}, frame 4 \(frame 4 of .*episode_000001\.mp4\): "):
+        ds.frame(episode=1, camera=TOP, frame=4)
+    (root / key).write_bytes(body[:start])
+    with pytest.raises(OSError, match=r"short read of .*episode_000001\.mp4 bytes"):
+        ds.frame(episode=1, camera=TOP, frame=4)
 
 
 def test_missing_places_say_what_was_looked_for(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Rows find their frames by integer numbers: drift does not matter, real deviations are reported, caches are checked."""
+"""Rows find their frames by counting: drift does not matter, real deviations are reported, caches are checked."""
 
 import json
 import logging

@@ -138,6 +138,16 @@ def test_declared_camera_without_files_is_no_camera(tmp_path: Path) -> None:
     assert CAM in metadata.features
 
 
+@pytest.mark.parametrize("details", [{"info": {"is_depth_map": True}}, {"video_info": {"video.is_depth_map": True}}])
+def test_depth_is_not_read_as_colour(tmp_path: Path, details: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    features = {
+        CAM: {"dtype": "video", "shape": [48, 64, 1]} | details,
+        "other": {"dtype": "video", "video_info": None},
+    }
+    assert _read(_v2(tmp_path, features=features)).episodes.cameras == {}
+    assert f"camera {CAM} holds depth maps" in caplog.text
+
+
 def test_real_sets(shared_data: Path) -> None:
     v21, v30 = (_read(shared_data / name) for name in ("g1_inspire_v21", "g1_inspire_v30"))
     assert v21.episodes.length.tolist() == v30.episodes.length.tolist() == [278, 221, 277, 267, 280, 260, 265]
@@ -205,5 +215,7 @@ def test_errors_name_file_and_key(tmp_path: Path) -> None:
         _read(broken("k", "meta/episodes.jsonl", twice))
     with pytest.raises(MetadataError, match="task_index 0 has two texts"):
         _read(broken("l", "meta/tasks.jsonl", b'{"task_index":0,"task":"a"}\n{"task_index":0,"task":"b"}\n'))
+    with pytest.raises(MetadataError, match=r"meta/tasks\.jsonl: a row has an empty task_index or task"):
+        _read(broken("m", "meta/tasks.jsonl", b'{"task_index": 0, "task": null}\n'))
     with pytest.raises(FileNotFoundError, match=r"looked for meta/info\.json"):
         _read(tmp_path / "nowhere")

@@ -167,6 +167,17 @@ def test_refusals_name_the_file(tmp_path: Path) -> None:
     (tmp_path / "cut.mp4").write_bytes(body[:-100])
     with pytest.raises(Mp4Error, match=r"cut\.mp4: box b'moov'.*truncated"):
         read_packets(store, "cut.mp4")
+    _encode(tmp_path / "first.mp4", "libx264", container={"movflags": "faststart"})
+    for cut in (0, 100):  # with moov first, the media box is what is cut; a box that runs "to the end" hides it
+        first = bytearray((tmp_path / "first.mp4").read_bytes()[: -cut or None])
+        at = first.index(b"mdat") - 4
+        first[at : at + 4] = bytes(4)
+        (tmp_path / "first.mp4").write_bytes(bytes(first))
+        if cut:
+            with pytest.raises(Mp4Error, match=r"first\.mp4: packets reach beyond the"):
+                read_packets(store, "first.mp4")
+        else:
+            assert len(read_packets(store, "first.mp4")) == 23
     (tmp_path / "nomoov.mp4").write_bytes(body[: body.index(b"moov") - 4])
     with pytest.raises(Mp4Error, match=r"nomoov\.mp4: no moov box"):
         read_packets(store, "nomoov.mp4")

@@ -56,14 +56,20 @@ def test_only_headers_are_read(shared_data: Path) -> None:
     assert store.read_bytes < 8_000 < 2_000_000 < store.size(key)
 
 
-def _encode(path: Path, codec: str, count: int = 23, container: dict[str, str] | None = None, **settings: Any) -> None:
+def _encode(
+    path: Path,
+    codec: str,
+    times: list[int] | range = range(23),
+    container: dict[str, str] | None = None,
+    **settings: Any,
+) -> None:
     rng = np.random.default_rng(0)
     with av.open(str(path), "w", format="mp4", options=container or {}) as output:
         stream = output.add_stream(codec, rate=10, options=settings.pop("options", {}))
         stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
         for name, value in settings.items():
             setattr(stream.codec_context, name, value)
-        for i in range(count):
+        for i in times:
             pixels = np.full((48, 64, 3), 10 * i, np.uint8) + rng.integers(0, 9, (48, 64, 3), np.uint8)
             frame = av.VideoFrame.from_ndarray(pixels, format="rgb24").reformat(format="yuv420p")
             frame.pts = i
@@ -80,7 +86,15 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
     "open GOP": ("libx264", {}, {"options": {"x264-params": "keyint=6:min-keyint=1:bframes=2:b-adapt=0:open-gop=1"}}),
     "mpeg4": ("mpeg4", {}, {"gop_size": 5}),
     "mpeg4 with B-frames": ("mpeg4", {}, {"gop_size": 7, "max_b_frames": 2}),
-    "one frame": ("libx264", {}, {"count": 1}),
+    "one frame": ("libx264", {}, {"times": range(1)}),
+    "late start": ("libx264", {}, {"times": range(4, 20), **B_FRAMES}),
+    "dropped frames": ("libx264", {}, {"times": [0, 1, 2, 5, 6, 7, 8, 12, 13, 14, 20, 21], **B_FRAMES}),
+    "hevc with open GOP": (
+        "libx265",
+        {},
+        {"options": {"x265-params": "keyint=6:min-keyint=1:bframes=3:open-gop=1:log-level=0"}},
+    ),
+    "av1": ("libsvtav1", {}, {"options": {"svtav1-params": "lp=1:keyint=5", "preset": "12"}}),
 }
 
 
@@ -111,8 +125,8 @@ def test_packets_of_a_gop_give_the_frames_of_the_container(tmp_path: Path, case:
         np.testing.assert_array_equal(out, expected[frame][1])
 
 
-def test_delayed_and_cut_tracks(tmp_path: Path) -> None:
-    # A track that starts late (empty edit), and one whose edit list begins inside a GOP (frames decoded but not shown).
+def test_cut_tracks(tmp_path: Path) -> None:
+    # An edit list that begins inside a GOP: frames before it are decoded but not shown, frames after its end neither.
     _encode(tmp_path / "a.mp4", "libx264", **B_FRAMES)
     body = (tmp_path / "a.mp4").read_bytes()
     at = body.index(b"elst") + 4

@@ -16,7 +16,7 @@ BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
 
 
 class JitterDraws(NamedTuple):
-    """factor float32 [B, 4] (brightness, contrast, saturation, hue shift); order int64 [B, 4], the operation per slot."""
+    """factor float32 [B, 4] (brightness, contrast, saturation, hue shift); order int64 [B, 4], operation by slot."""
 
     factor: Tensor
     order: Tensor

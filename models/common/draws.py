@@ -31,7 +31,7 @@ def normal(seed: int, stream: str, positions: Tensor | Sequence[int], shape: Seq
     count = math.prod(shape)
     pairs = (count + 1) // 2
     bits = _bits(seed, stream, positions, pairs, draw)
-    # One 64-bit word makes one pair: the upper half the radius (kept off 0 for the logarithm), the lower half the angle.
+    # One 64-bit word makes one pair: the upper half the radius (kept off 0 for the logarithm), the lower one the angle.
     radius = (_shift_right(bits, 32).to(torch.float64) + 0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
     angle = (bits & 0xFFFFFFFF).to(torch.float64).mul_(2.0 * math.pi * 2.0**-32)
     out = torch.cat([angle.cos().mul_(radius), angle.sin_().mul_(radius)], dim=1)

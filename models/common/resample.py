@@ -1,4 +1,4 @@
-"""Image resizing on uint8 levels, whole batches on any device, with the rounding of the libraries the models trained with.
+"""Image resizing on uint8 levels, whole batches on any device, with the rounding of the reference libraries.
 
 Each axis is a short weighted sum of gathered rows (2 to 6 taps), not a matrix product: elementwise arithmetic is the
 same on every device, where a matrix product would be rounded to TF32 on a GPU or to bfloat16 under autocast. Weights
@@ -100,7 +100,7 @@ def _weighted(images: Tensor, taps: Taps) -> Tensor:
 
 
 def _fixed_point(images: Tensor, taps: Taps) -> Tensor:
-    # Weights are below 2^15, their absolute sum below 2^16: every partial sum is an integer below 2^24, exact in float32.
+    # Weights are below 2^15, their absolute sum below 2^16: all partial sums are integers below 2^24, exact in float32.
     out = _weighted(images, taps)
     return out.add_(2.0 ** (taps.bits - 1)).mul_(2.0**-taps.bits).floor_().clamp_(0, 255).to(torch.uint8)
 

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from models.common import draws
 from models.common.optim import OptimizerConfig, ScheduleConfig, build_optimizer, from_options
+from models.gr00t_n17.flops import count_flops
+from models.gr00t_n17.grids import Grid
 from models.gr00t_n17.network import GR00TN17
 
 
@@ -47,7 +49,8 @@ class GR00TN17Module(LightningModule):
         self._last_step = -1
         self._micro_batch = 0
         self._loss_sum: Tensor | None = None
-        self._last_shapes: dict[str, Any] = {}
+        self._last_shapes: tuple[int, int, tuple[Grid, ...], bool] | None = None
+        self._flops: dict[tuple[int, int, tuple[Grid, ...], bool], int] = {}
         self.train()
 
     def train(self, mode: bool = True) -> "GR00TN17Module":
@@ -70,7 +73,7 @@ class GR00TN17Module(LightningModule):
         )
         noise, time = self.flow_variables(inputs["position"])
         loss = self.network(inputs, noise=noise, time=time)
-        self._last_shapes = _shapes(inputs)
+        self._last_shapes = self._shapes(inputs)
         self._log_step(loss.detach(), batch_size=len(inputs["position"]))
         return loss
 
@@ -110,11 +113,29 @@ class GR00TN17Module(LightningModule):
     @property
     def step_flops(self) -> int:
         """Model FLOPs of the last micro-batch on this rank: forward and backward, frozen parts forward only."""
-        if not self._last_shapes:
+        if self._last_shapes is None:
             return 0
-        from models.gr00t_n17 import flops
+        if self._last_shapes not in self._flops:
+            batch, length, grids, still = self._last_shapes
+            counted = count_flops(
+                self.network.config,
+                grids=grids,
+                num_tokens=length,
+                batch=batch,
+                draws=self.flow_draws,
+                still_frames=still,
+            )
+            self._flops[self._last_shapes] = counted.training_total
+        return self._flops[self._last_shapes]
 
-        return int(flops.step_flops(self.network, draws=self.flow_draws, **self._last_shapes))
+    def _shapes(self, inputs: Mapping[str, Any]) -> tuple[int, int, tuple[Grid, ...], bool]:
+        """What the FLOP count needs of a batch, as host integers: size, prompt length, grids per sample, still frames."""
+        batch, length = inputs["input_ids"].shape
+        rows = inputs["image_grid_thw"].tolist()
+        grids = tuple((int(h), int(w)) for _, h, w in rows[: len(rows) // batch])
+        vision = self.network.config.backbone.vision
+        still = inputs["pixel_values"].shape[-1] == vision.in_channels * vision.patch_size**2
+        return int(batch), int(length), grids, still
 
     def _count_micro_batch(self) -> None:
         if self.global_step == self._last_step:
@@ -152,13 +173,3 @@ def _freeze_modes(network: nn.Module) -> None:
         return trained
 
     visit(network)
-
-
-def _shapes(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """What the FLOP count needs of a batch, as host integers."""
-    batch, length = inputs["input_ids"].shape
-    return {
-        "batch_size": int(batch),
-        "sequence_length": int(length),
-        "image_grids": [(int(h), int(w)) for _, h, w in inputs["image_grid_thw"].tolist()],
-    }

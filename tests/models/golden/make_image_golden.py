@@ -1,7 +1,7 @@
 """Make image_golden.npz, the reference results of the image path, with the libraries the released processor uses.
 
 Run in an environment of its own:
-    python -m venv golden && golden/bin/pip install "albumentations==1.4.18" "opencv-python-headless<5"
+    python -m venv golden && golden/bin/pip install "albumentations==1.4.18" "opencv-python-headless<5" "transformers==5.24.*"
     golden/bin/python tests/models/golden/make_image_golden.py
 """
 
@@ -12,6 +12,7 @@ import albumentations
 import albumentations.augmentations.functional as F
 import cv2
 import numpy as np
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 OUT = Path(__file__).with_name("image_golden.npz")
 
@@ -60,10 +61,21 @@ def main() -> None:
         orders.append(np.roll(np.arange(4), index) if index < 8 else generator.permutation(4))
         images.append(jitter(frame(24, 32), factors[-1], orders[-1]))
     results |= {"jitter_factor": np.stack(factors), "jitter_order": np.stack(orders), "jitter": np.stack(images)}
+    processor = Qwen2VLImageProcessorPil(
+        patch_size=16,
+        merge_size=2,
+        temporal_patch_size=2,
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+        do_resize=False,
+    )
+    patches = processor(images=[frame(64, 96)], return_tensors="np")
+    assert patches["image_grid_thw"].tolist() == [[1, 4, 6]]
+    levels = np.round(patches["pixel_values"] * 127.5 + 127.5).astype(np.uint8)
+    results["patches_64x96_sha256"] = np.array(hashlib.sha256(levels.tobytes()).hexdigest())
     whole = eval_path(frame(480, 640))
     assert whole.shape == (256, 340, 3)
     results["eval_480x640_sha256"] = np.array(hashlib.sha256(whole.tobytes()).hexdigest())
-    results["eval_480x640_rows"] = whole[::64]
     np.savez_compressed(OUT, **results)
 
 

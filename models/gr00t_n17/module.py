@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from models.common import draws
 from models.common.optim import OptimizerConfig, ScheduleConfig, build_optimizer, from_options
-from models.gr00t_n17.flops import count_flops
+from models.gr00t_n17.flops import step_flops
 from models.gr00t_n17.grids import Grid
 from models.gr00t_n17.network import GR00TN17
 
@@ -117,25 +117,23 @@ class GR00TN17Module(LightningModule):
             return 0
         if self._last_shapes not in self._flops:
             batch, length, grids, still = self._last_shapes
-            counted = count_flops(
-                self.network.config,
-                grids=grids,
-                num_tokens=length,
-                batch=batch,
+            self._flops[self._last_shapes] = step_flops(
+                self.network,
+                image_grids=grids,
+                sequence_length=length,
+                batch_size=batch,
                 draws=self.flow_draws,
                 still_frames=still,
             )
-            self._flops[self._last_shapes] = counted.training_total
         return self._flops[self._last_shapes]
 
     def _shapes(self, inputs: Mapping[str, Any]) -> tuple[int, int, tuple[Grid, ...], bool]:
-        """What the FLOP count needs of a batch, as host integers: size, prompt length, grids per sample, still frames."""
+        """What the FLOP count needs of a batch, as host integers: size, prompt length, patch grids, still frames."""
         batch, length = inputs["input_ids"].shape
-        rows = inputs["image_grid_thw"].tolist()
-        grids = tuple((int(h), int(w)) for _, h, w in rows[: len(rows) // batch])
+        grids = tuple((h, w) for _, h, w in inputs["image_grid_thw"].tolist())
         vision = self.network.config.backbone.vision
         still = inputs["pixel_values"].shape[-1] == vision.in_channels * vision.patch_size**2
-        return int(batch), int(length), grids, still
+        return batch, length, grids, still
 
     def _count_micro_batch(self) -> None:
         if self.global_step == self._last_step:

@@ -37,7 +37,12 @@ def statistics(dim: int, scale: float) -> dict[str, np.ndarray]:
     return {"min": -2 * base, "max": 3 * base, "mean": 0 * base, "std": base, "q01": -base, "q99": 2 * base}
 
 
-STATISTICS = {"arm": statistics(3, 1.0), "grip": statistics(1, 0.1), "move": statistics(3, 0.05), "close": statistics(1, 1)}
+STATISTICS = {
+    "arm": statistics(3, 1.0),
+    "grip": statistics(1, 0.1),
+    "move": statistics(3, 0.05),
+    "close": statistics(1, 1),
+}
 
 
 def processor(settings: ProcessorConfig = SETTINGS, **overrides: Any) -> Processor:
@@ -99,7 +104,9 @@ def test_inverse_returns_robot_units_and_clips_first() -> None:
     normalizer = Normalizer(STATISTICS["arm"], use_percentiles=True, clip=True)
     inside = np.random.default_rng(0).uniform(-0.4, 0.9, (50, 3)).astype(np.float32)
     np.testing.assert_allclose(normalizer.inverse(normalizer.forward(inside)), inside, atol=1e-6)
-    np.testing.assert_allclose(normalizer.inverse(np.full((1, 3), 7, np.float32))[0], STATISTICS["arm"]["q99"], rtol=1e-6)
+    np.testing.assert_allclose(
+        normalizer.inverse(np.full((1, 3), 7, np.float32))[0], STATISTICS["arm"]["q99"], rtol=1e-6
+    )
 
 
 def test_prepare_concatenates_pads_and_masks() -> None:

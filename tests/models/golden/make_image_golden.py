@@ -1,7 +1,8 @@
 """Make image_golden.npz, the reference results of the image path, with the libraries the released processor uses.
 
 Run in an environment of its own:
-    python -m venv golden && golden/bin/pip install "albumentations==1.4.18" "opencv-python-headless<5" "transformers==5.24.*"
+    python -m venv golden
+    golden/bin/pip install "albumentations==1.4.18" "opencv-python-headless<5" "transformers==5.24.*"
     golden/bin/python tests/models/golden/make_image_golden.py
 """
 

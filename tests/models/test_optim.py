@@ -1,0 +1,98 @@
+"""The schedule's values and which parameter decays."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from models.common.optim import OptimizerConfig, ScheduleConfig, build_optimizer, decay_groups, from_options
+from models.gr00t_n17.config import GR00TN17Config
+from models.gr00t_n17.network import GR00TN17
+
+
+def test_schedule_of_3000_steps_warms_up_over_150() -> None:
+    schedule = ScheduleConfig(max_steps=3000, warmup_ratio=0.05)
+    assert schedule.warmup == 150
+    assert schedule.factor(0) == 0.0
+    assert schedule.factor(1) == pytest.approx(1 / 150)
+    assert schedule.factor(149) == pytest.approx(149 / 150)
+    assert schedule.factor(150) == 1.0
+    assert schedule.factor(1575) == pytest.approx(0.5)
+    assert schedule.factor(2999) == pytest.approx(0.5 * (1 + math.cos(math.pi * 2849 / 2850)))
+    assert schedule.factor(3000) == schedule.factor(3100) == 0.0
+
+
+def test_warmup_is_rounded_up_and_defaults_to_the_stock_ratio() -> None:
+    assert ScheduleConfig(max_steps=101, warmup_ratio=0.05).warmup == 6
+    assert ScheduleConfig(max_steps=3000).warmup == 150
+    assert ScheduleConfig(max_steps=10, warmup_steps=0).factor(0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_steps": 0}, "max_steps=0"),
+        ({"max_steps": 10, "warmup_steps": 11}, "11 warm-up steps"),
+        ({"max_steps": 10, "warmup_steps": 1, "warmup_ratio": 0.1}, "both set"),
+        ({"max_steps": 10, "warmup": 1}, r"schedule: unknown keys \['warmup'\]"),
+    ],
+)
+def test_bad_schedules_name_the_key(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_options(ScheduleConfig, options, "schedule")
+
+
+def test_decay_follows_module_class_and_name() -> None:
+    """`.b` is not "bias" and `norm1.linear` decays; affine norms and biases do not (of both parts)."""
+    decay, no_decay = decay_groups(GR00TN17(GR00TN17Config.tiny()))
+    for name in (
+        "action_head.state_encoder.layer1.b",
+        "action_head.action_encoder.W1.W",
+        "action_head.model.transformer_blocks.0.norm1.linear.weight",
+        "action_head.position_embedding.weight",
+        "backbone.model.model.visual.pos_embed.weight",
+        "backbone.model.model.language_model.embed_tokens.weight",
+    ):
+        assert name in decay, name
+    for name in (
+        "action_head.vlln.weight",
+        "action_head.vl_self_attention.transformer_blocks.0.norm1.weight",
+        "action_head.vl_self_attention.transformer_blocks.0.norm3.weight",
+        "action_head.model.transformer_blocks.0.norm1.linear.bias",
+        "action_head.model.transformer_blocks.0.attn1.to_q.bias",
+        "backbone.model.model.language_model.layers.0.input_layernorm.weight",
+        "backbone.model.model.language_model.layers.0.self_attn.q_norm.weight",
+        "backbone.model.model.visual.blocks.0.norm1.weight",
+        "backbone.model.model.visual.merger.norm.weight",
+    ):
+        assert name in no_decay, name
+    network = GR00TN17(GR00TN17Config.tiny())
+    trained = {name for name, p in network.named_parameters() if p.requires_grad}
+    assert set(decay) | set(no_decay) == trained
+    assert not set(decay) & set(no_decay)
+
+
+def test_frozen_parameters_stay_out_and_nothing_to_train_is_an_error() -> None:
+    network = GR00TN17(GR00TN17Config.tiny(tune_llm=False, tune_visual=False))
+    optimizer = build_optimizer(network, OptimizerConfig(lr=2e-3, weight_decay=0.1))
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    assert held == set(network.action_head.parameters())
+    with pytest.raises(ValueError, match="tune_"):
+        build_optimizer(nn.Linear(2, 2).requires_grad_(False), OptimizerConfig())
+
+
+def test_a_step_at_rate_zero_changes_nothing() -> None:
+    layer = nn.Linear(3, 3)
+    before = layer.weight.detach().clone()
+    optimizer = build_optimizer(layer, OptimizerConfig(lr=1.0))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, ScheduleConfig(max_steps=10, warmup_steps=2).factor)
+    for expected in (0.0, 0.5, 1.0):
+        assert scheduler.get_last_lr() == [expected, expected]
+        layer(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+        if expected == 0:
+            assert torch.equal(layer.weight, before)
+    assert not torch.equal(layer.weight, before)

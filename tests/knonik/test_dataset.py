@@ -210,13 +210,13 @@ def test_s3_gives_the_same_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         for name, value in (("ACCESS_KEY_ID", "test"), ("SECRET_ACCESS_KEY", "test"), ("DEFAULT_REGION", "us-east-1")):
             monkeypatch.setenv(f"AWS_{name}", value)
         client = boto3.session.Session().client("s3")
-        client.create_bucket(Bucket="robots")
+        client.create_bucket(Bucket="whole-set")  # moto keeps buckets for the whole process
         for path in root.rglob("*"):
             if path.is_file():
-                client.upload_file(str(path), "robots", f"sets/one/{path.relative_to(root)}")
+                client.upload_file(str(path), "whole-set", f"sets/one/{path.relative_to(root)}")
         client.close()
         local = knonik.open(root, cache_dir=tmp_path / "a")
-        with knonik.open("s3://robots/sets/one", cache_dir=tmp_path / "b") as remote:
+        with knonik.open("s3://whole-set/sets/one", cache_dir=tmp_path / "b") as remote:
             assert remote.fingerprint == local.fingerprint
             np.testing.assert_array_equal(remote.column("action"), local.column("action"))
             for episode, frame in ((0, 0), (1, 5), (2, 7), (2, 3)):

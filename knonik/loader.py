@@ -247,7 +247,7 @@ class _Finish:
             state=state,
             action=action,
             action_is_pad=is_pad,
-            text=self._texts(plan),
+            text=self._dataset.texts(plan.episodes, plan.frames),
             dataset=torch.zeros(len(plan.positions), dtype=torch.int64),
             episode=torch.from_numpy(plan.episodes),
             frame=torch.from_numpy(plan.frames),
@@ -266,15 +266,6 @@ class _Finish:
         rows = self._dataset.rows(plan.episodes, frames)
         values = np.ascontiguousarray(self._columns[key][rows], dtype=np.float32)
         return torch.from_numpy(values), torch.from_numpy(is_pad)
-
-    def _texts(self, plan: BatchPlan) -> list[str]:
-        numbers = self._columns["task_index"][self._dataset.rows(plan.episodes, plan.frames), 0].tolist()
-        try:
-            return [self._dataset.tasks[number] for number in numbers]
-        except KeyError as error:
-            raise LoaderError(
-                f"task_index {error} stands in the rows of {self._dataset.uri} but not in its tasks"
-            ) from None
 
 
 def default_threads(local_ranks: int) -> int:

@@ -183,11 +183,10 @@ class Pipeline:
         index = self._dataset.index
         if index.num_far_rows(job.camera):
             self._check_times(plan, job)
-        last = max(job.numbers)
-        gop = index.gop(job.key, last).through(last)
-        packets = gop.read(self._dataset.store)
-        wanted = [gop.pts_of(number) for number in job.numbers]
-        self._decoder.decode(gop.codec, packets, gop.pts.tolist(), wanted, [flat[place] for place in job.places])
+        frames = index.object(job.key)
+        packets, pts = frames.fetch(self._dataset.store, max(job.numbers))
+        wanted = frames.pts[job.numbers].tolist()
+        self._decoder.decode(frames.codec, packets, pts, wanted, [flat[place] for place in job.places])
 
     def _check_times(self, plan: BatchPlan, job: GopJob) -> None:
         for place in job.places:

@@ -7,10 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knonik.dataset import Dataset
-from knonik.gop import gop_numbers
 from knonik.order import AnchorOrder
 
 EDGES = ("repeat", "inside")
+_BLOCK_SAMPLES = 2048
 Offsets = Sequence[int] | range
 Int64Array = NDArray[np.int64]
 
@@ -89,16 +89,13 @@ class Planner:
         self.global_batch = batch_size * world_size
         self._orders: dict[int, AnchorOrder] = {}
         self.num_anchors = len(self._order(0))
+        nothing = np.zeros(0, np.int64)
+        self._block: tuple[Int64Array, Int64Array, Int64Array] = (nothing, nothing, nothing)
+        self._block_begin = 0
 
     def plan(self, begin: int) -> BatchPlan:
         """This rank's share of the batch that starts at global position `begin`."""
-        positions = begin + self._share
-        epochs, items = positions // self.num_anchors, positions % self.num_anchors
-        episodes, frames = np.empty_like(positions), np.empty_like(positions)
-        for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
-            chosen = epochs == epoch
-            if chosen.any():
-                episodes[chosen], frames[chosen] = self._order(epoch).take(items[chosen])
+        positions, episodes, frames = self._samples(begin)
         seen: dict[str, Int64Array] = {}
         jobs: list[GopJob] = []
         for camera in self._cameras:
@@ -106,10 +103,32 @@ class Planner:
             jobs += self._jobs(camera, episodes, seen[camera])
         return BatchPlan(begin=begin, positions=positions, episodes=episodes, frames=frames, seen=seen, jobs=jobs)
 
+    def _samples(self, begin: int) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Positions, episodes and frames of a batch, [B] each, cut from a block resolved at once.
+
+        Permuting 32 positions costs as much as permuting 1000, so batches to come are resolved along.
+        """
+        size = len(self._share)
+        number, off = divmod(begin - self._block_begin, self.global_batch)
+        if off or not 0 <= number * size < len(self._block[0]):
+            batches = max(1, _BLOCK_SAMPLES // size)
+            starts = begin + self.global_batch * np.arange(batches, dtype=np.int64)
+            positions = (starts[:, None] + self._share).reshape(-1)
+            self._block, self._block_begin, number = (positions, *self._resolve(positions)), begin, 0
+        positions, episodes, frames = (part[number * size : (number + 1) * size].copy() for part in self._block)
+        return positions, episodes, frames
+
+    def _resolve(self, positions: Int64Array) -> tuple[Int64Array, Int64Array]:
+        epochs, items = positions // self.num_anchors, positions % self.num_anchors
+        episodes, frames = np.empty_like(positions), np.empty_like(positions)
+        for epoch in np.unique(epochs).tolist():
+            chosen = epochs == epoch
+            episodes[chosen], frames[chosen] = self._order(epoch).take(items[chosen])
+        return episodes, frames
+
     def _order(self, epoch: int) -> AnchorOrder:
         if epoch not in self._orders:
-            # Batches go forward, so of earlier epochs only the one just left may still be straddled.
-            self._orders = {e: order for e, order in self._orders.items() if e == epoch - 1}
+            self._orders = {}  # batches go forward: an epoch left does not come back
             self._orders[epoch] = self._dataset.order(
                 seed=self._seed, epoch=epoch, horizon=self.horizon, shuffle=self._shuffle
             )
@@ -118,18 +137,12 @@ class Planner:
     def _jobs(self, camera: str, episodes: Int64Array, seen: Int64Array) -> list[GopJob]:
         index = self._dataset.index
         keys, numbers = index.locate_many(np.repeat(episodes, seen.shape[1]), camera, seen.reshape(-1))
-        by_key: dict[str, list[int]] = {}
-        for place, key in enumerate(keys):
-            by_key.setdefault(key, []).append(place)
         jobs: dict[tuple[str, int], GopJob] = {}
-        for key, places in by_key.items():
-            wanted = numbers[places]
-            for place, number, gop in zip(
-                places, wanted.tolist(), gop_numbers(index.object(key), wanted).tolist(), strict=True
-            ):
-                job = jobs.get((key, gop))
-                if job is None:
-                    job = jobs[key, gop] = GopJob(camera=camera, key=key, numbers=[], places=[])
-                job.numbers.append(number)
-                job.places.append(place)
+        for place, (key, number) in enumerate(zip(keys, numbers.tolist(), strict=True)):
+            gop = key, index.object(key).gop_number(number)
+            job = jobs.get(gop)
+            if job is None:
+                job = jobs[gop] = GopJob(camera=camera, key=key, numbers=[], places=[])
+            job.numbers.append(number)
+            job.places.append(place)
         return list(jobs.values())

@@ -110,7 +110,7 @@ class LocalStore(Store):
         _check_range(key, offset, length)
         where = f"{key} bytes {offset}-{offset + length - 1} in {self.uri}"
         try:
-            descriptor = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(self._fast_path(key), os.O_RDONLY | os.O_CLOEXEC)
             try:
                 body = os.pread(descriptor, length, offset)
                 while len(body) < length and (more := os.pread(descriptor, length - len(body), offset + len(body))):
@@ -149,6 +149,12 @@ class LocalStore(Store):
 
     def _path(self, key: str) -> Path:
         return self.root / _checked(key)
+
+    def _fast_path(self, key: str) -> str:
+        # Range reads of small frames are so short that making a Path would be most of their time.
+        if not key or ".." in key or key[0] == "/" or "\\" in key or "\0" in key:
+            return str(self._path(key))
+        return f"{self.uri}/{key}"
 
 
 class S3Store(Store):

@@ -39,10 +39,8 @@ class GroundingSettings:
         for name in ("steps", "layouts_per_batch", "probe_width"):
             if getattr(self, name) < 1:
                 raise ValueError(f"grounding.{name} is {getattr(self, name)}; it must be at least 1")
-        if not 0 <= self.warmup_steps < self.steps:
-            raise ValueError(
-                f"grounding.warmup_steps is {self.warmup_steps}; allowed: 0 to steps - 1 = {self.steps - 1}"
-            )
+        if not 0 <= self.warmup_steps <= self.steps:
+            raise ValueError(f"grounding.warmup_steps is {self.warmup_steps}; allowed: 0 to steps = {self.steps}")
 
 
 class GroundingProcessor(Protocol):

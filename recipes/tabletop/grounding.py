@@ -179,6 +179,7 @@ class GroundingModule(pl.LightningModule):
             [parameter for parameter in self.parameters() if parameter.requires_grad],
             lr=settings.lr,
             weight_decay=settings.weight_decay,
+            fused=True,  # about 160 small tensors: the unfused update takes a tenth of a step on a CPU
         )
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, scale)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -27,7 +27,12 @@ from recipes.schema import Recipe
 logger = logging.getLogger(__name__)
 
 # Advice of Lightning's that does not hold for this project's loaders, which carry their own threads.
-_SILENCED = ("does not have many workers", "`training_step` returned `None`", "Checkpoint directory .* exists")
+_SILENCED = (
+    "does not have many workers",
+    "Checkpoint directory .* exists",
+    "in eval mode at the start of training",  # the frozen parts, on purpose
+    "isinstance\\(treespec, LeafSpec\\)",  # Lightning 2.6 on PyTorch 2.13
+)
 
 
 class Session:
@@ -44,6 +49,9 @@ class Session:
     def __init__(
         self, recipe: Recipe, folder: RunFolder, clock: StepClock, *, samples_per_epoch: int, resumable: bool = True
     ) -> None:
+        # device lists and advertisements at every start; warnings still come through
+        for name in ("lightning.pytorch", "lightning.fabric"):
+            logging.getLogger(name).setLevel(logging.WARNING)
         self.recipe = recipe
         self.folder = folder
         self.clock = clock

@@ -1,0 +1,120 @@
+"""Problems that only show when values are seen together, or beside the dataset; all of them in one report."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from recipes.check import check, checked
+from recipes.load import RecipeError, load
+from recipes.run_folder import RunFolder
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from knonik.write import EpisodeData, write_lerobot
+
+    def episodes():
+        for length in (9, 12):
+            yield EpisodeData(
+                columns={
+                    "observation.state": np.zeros((length, 7), np.float32),
+                    "action": np.zeros((length, 7), np.float32),
+                },
+                frames={"observation.images.front": np.zeros((length, 32, 48, 3), np.uint8)},
+                task="wave",
+            )
+
+    where = tmp_path_factory.mktemp("check") / "set"
+    write_lerobot(where, episodes(), fps=10, robot_type="none", codec="h264")
+    return where
+
+
+def report(name: str, *overrides: str) -> list[str]:
+    with pytest.raises(RecipeError) as caught:
+        checked(name, list(overrides))
+    return caught.value.problems
+
+
+def tiny(dataset: Path, tmp_path: Path, *overrides: str) -> tuple[str, ...]:
+    return (f"data.uri={dataset}", "model.size=tiny", f"run.dir={tmp_path / 'run'}", *overrides)
+
+
+def test_a_sound_recipe_passes(dataset: Path, tmp_path: Path) -> None:
+    recipe = checked("gr00t_n17/finetune", list(tiny(dataset, tmp_path)))
+    assert check(recipe, world_size=4) == []
+
+
+def test_everything_wrong_is_told_at_once(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    lines = report(
+        "gr00t_n17/finetune",
+        *tiny(
+            dataset,
+            tmp_path,
+            "trainer.max_stesp=10",
+            "optimizer.lr=fast",
+            "data.cameras=[observation.images.frnt]",
+            "data.horizon=99",
+            "model.embodiment_id=77",
+        ),
+    )
+    text = "\n".join(lines)
+    assert "trainer.max_stesp: unknown key (did you mean 'max_steps'?)" in text
+    assert "optimizer.lr: expected float" in text
+    assert "data.global_batch_size: 32 is not divisible by the 3 ranks; the nearest is 30 or 33" in text
+    assert "data.cameras: 'observation.images.frnt' is no camera" in text
+    assert "did you mean 'observation.images.front'" in text
+    assert "data.horizon: 99 is more than the model's action_horizon" in text
+    assert "model.embodiment_id: 77 is not a slot" in text
+    assert len(lines) == 6
+
+
+def test_a_missing_dataset_is_named(tmp_path: Path) -> None:
+    lines = report("gr00t_n17/finetune", *tiny(tmp_path / "nowhere", tmp_path))
+    assert len(lines) == 1
+    assert lines[0].startswith("data.uri:")
+    assert "nowhere" in lines[0]
+
+
+def test_one_batch_key_only(dataset: Path, tmp_path: Path) -> None:
+    assert "both" in report("gr00t_n17/finetune", *tiny(dataset, tmp_path, "data.batch_size=8"))[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("model.config={max_state_dim: 3}", "data.state: 7 values a step are more than the model's max_state_dim = 3"),
+        ("model.config={max_state_dmi: 8}", "did you mean 'max_state_dim'"),
+        ("model.processor.crop_fracton=0.9", "did you mean 'crop_fraction'"),
+        ("model.processor.crop_fraction=1.5", "crop_fraction"),
+        ("data.action=[actoin]", "did you mean 'action'"),
+        ("data.episodes=[0, 7]", "data.episodes: [7]"),
+        ("schedule.warmup_ratio=2.0", "schedule.warmup_ratio"),
+        ("checkpoint.keep=0", "checkpoint.keep"),
+        ("run.first=nothing", "run.first"),
+        ("trainer.max_steps=0", "trainer.max_steps"),
+    ],
+)
+def test_each_problem_names_its_key(dataset: Path, tmp_path: Path, override: str, expected: str) -> None:
+    assert expected in "\n".join(report("gr00t_n17/finetune", *tiny(dataset, tmp_path, override)))
+
+
+def test_a_run_continues_only_with_its_own_recipe(dataset: Path, tmp_path: Path) -> None:
+    overrides = list(tiny(dataset, tmp_path))
+    recipe = checked("gr00t_n17/finetune", overrides)
+    RunFolder(recipe.run.dir).create(recipe)
+    longer = [*overrides, "trainer.max_steps=20000", "data.global_batch_size=64", "logger=wandb"]
+    assert checked("gr00t_n17/finetune", longer).trainer.max_steps == 20000
+    drifted = [*overrides, "optimizer.lr=5e-4"]
+    lines = report("gr00t_n17/finetune", *drifted)
+    assert "optimizer.lr: was 0.001" in lines[0]
+    assert "--allow-drift" in lines[-1]
+    assert checked("gr00t_n17/finetune", drifted, allow_drift=True).optimizer.lr == 5e-4
+
+
+def test_the_quickstart_needs_no_dataset_yet(tmp_path: Path) -> None:
+    recipe = load("quickstart", [f"data.uri={tmp_path / 'later'}"])
+    assert check(recipe, world_size=1) == []

@@ -1,0 +1,98 @@
+"""Recipe files: bases, overrides, conditions, and what is said when something does not fit."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes.load import RecipeError, available, diff, from_dict, load, to_dict
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def problems(name: str, *overrides: str) -> list[str]:
+    with pytest.raises(RecipeError) as caught:
+        load(name, list(overrides))
+    return caught.value.problems
+
+
+@pytest.mark.parametrize("name", available())
+def test_every_recipe_loads_and_survives_its_own_dump(name: str) -> None:
+    recipe = load(name, ["data.uri=/data"])
+    assert from_dict(to_dict(recipe)) == recipe
+
+
+def test_bridge_is_the_published_experiment() -> None:
+    recipe = load("gr00t_n17/bridge", ["data.uri=/data"])
+    assert recipe.data.cameras is not None
+    assert (len(recipe.data.cameras), recipe.data.horizon, recipe.data.batch_size) == (3, 8, 64)
+    assert (recipe.trainer.max_steps, recipe.optimizer.lr, recipe.schedule.warmup_ratio) == (3000, 1e-4, 0.05)
+    assert recipe.model.size == "released"
+    assert recipe.model.processor["color_jitter"] == [0.3, 0.4, 0.5, 0.08]
+
+
+def test_overrides_win_over_conditions_and_conditions_over_the_file() -> None:
+    recipe = load("gr00t_n17/finetune", ["data.uri=/d", "model.size=tiny"])
+    assert (recipe.model.weights, recipe.optimizer.lr, recipe.precision) == (None, 1e-3, "32-true")
+    recipe = load("gr00t_n17/finetune", ["data.uri=/d", "model.size=tiny", "optimizer.lr=1e-2"])
+    assert recipe.optimizer.lr == 1e-2
+    assert load("gr00t_n17/finetune", ["data.uri=/d"]).model.weights == "nvidia/GR00T-N1.7-3B"
+
+
+def test_all_problems_are_told_at_once_with_the_nearest_name() -> None:
+    lines = problems("quickstart", "trainer.max_stesp=3", "optimizer.lr=fast", "data.edge=wrap", "seed=true")
+    text = "\n".join(lines)
+    assert "trainer.max_stesp: unknown key (did you mean 'max_steps'?)" in text
+    assert "optimizer.lr: expected float, got str 'fast'" in text
+    assert "data.edge: 'wrap' is not one of 'repeat', 'inside'" in text
+    assert "seed: expected int" in text
+    assert len(lines) == 4
+
+
+def test_a_required_value_is_named() -> None:
+    assert problems("gr00t_n17/bridge") == ["data.uri: required, give it as data.uri=..."]
+
+
+def test_unknown_recipe_and_malformed_override() -> None:
+    assert "did you mean 'quickstart'" in problems("quikstart")[0]
+    assert "key=value" in problems("quickstart", "seed")[0]
+
+
+def test_a_base_outside_the_package_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("base: [../../../etc/passwd]\n")
+    assert "not a recipe file of the package" in problems(str(file))[0]
+
+
+def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("base: [gr00t_n17/finetune]\nrun: {name: mine}\ndata: {uri: /data, horizon: 4}\n")
+    recipe = load(str(file))
+    assert (recipe.run.dir, recipe.data.horizon, recipe.optimizer.lr) == ("runs/mine", 4, 1e-4)
+
+
+def test_diff_names_what_changed() -> None:
+    old, new = load("quickstart"), load("quickstart", ["optimizer.lr=1e-3", "data.cameras=null"])
+    assert diff(to_dict(old), to_dict(new)) == {
+        "data.cameras": (["observation.images.top", "observation.images.wrist"], None),
+        "optimizer.lr": (1.5e-3, 1e-3),
+    }
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["show", "quickstart"], ["show", "quickstart", "sead=1"]])
+def test_quick_commands_import_nothing_heavy(arguments: list[str]) -> None:
+    """`--help`, `show` and errors answer at once: seconds of imports would show up here as modules."""
+    code = (
+        "import sys\n"
+        "from recipes.launch import main\n"
+        "try:\n"
+        f"    main({arguments!r})\n"
+        "except SystemExit as end:\n"
+        "    heavy = {'torch', 'lightning', 'transformers', 'numpy', 'av', 'wandb'} & set(sys.modules)\n"
+        "    assert not heavy, heavy\n"
+        "    sys.exit(end.code)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == (2 if "sead=1" in arguments else 0), done.stderr
+    assert "Traceback" not in done.stderr

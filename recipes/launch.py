@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from recipes.load import RecipeError, available, load, to_yaml
+from recipes.load import RecipeError, available, examine, load, to_yaml
+from recipes.run_folder import RunFolder
 
 # what the closing table shows, in this order: key of summary.json, label, format
 _TABLE = (
@@ -88,6 +89,14 @@ def _check(arguments: argparse.Namespace, started_at: float) -> int:
 
 
 def _train(arguments: argparse.Namespace, started_at: float) -> int:
+    # first what needs no import: a run that is complete is only shown
+    recipe, problems = examine(arguments.recipe, arguments.overrides)
+    summary = None if problems else RunFolder(recipe.run.dir).completed(recipe)
+    if summary is not None:
+        print(f"{recipe.run.name} is complete in {recipe.run.dir}; it is shown as it is, nothing was trained.")
+        print("Give a new run.dir or seed to train again, or a larger trainer.max_steps to train on.")
+        _print_table(summary, recipe.run.dir)
+        return 0
     from recipes.check import checked, world_size
     from recipes.stages import to_do
 
@@ -95,20 +104,12 @@ def _train(arguments: argparse.Namespace, started_at: float) -> int:
     if world_size() > 1 and (missing := to_do(recipe)):
         single = " ".join(["python -m recipes train", arguments.recipe, *arguments.overrides])
         raise RecipeError([*missing, f"run: start once without torchrun first: {single}"])
-    from recipes.train import complete, train
+    from recipes.train import train
 
-    summary = complete(recipe)
+    summary, code = train(recipe, started_at)
     if summary is not None:
-        print(f"{recipe.run.name} is complete in {recipe.run.dir}; it is shown as it is, nothing was trained.")
-        print("Give a new run.dir or seed to train again, or a larger trainer.max_steps to train on.")
-    else:
-        summary, code = train(recipe, started_at)
-        if code:
-            return code
-    if summary is not None:
-        _print_table(summary)
-        print(f"run folder: {recipe.run.dir}")
-    return 0
+        _print_table(summary, recipe.run.dir)
+    return code
 
 
 def _eval(arguments: argparse.Namespace, started_at: float) -> int:
@@ -124,7 +125,7 @@ def _eval(arguments: argparse.Namespace, started_at: float) -> int:
 _COMMANDS = {"show": _show, "check": _check, "train": _train, "eval": _eval}
 
 
-def _print_table(summary: dict[str, Any]) -> None:
+def _print_table(summary: dict[str, Any], folder: str) -> None:
     rows = [(label, form.format(summary[key])) for key, label, form in _TABLE if summary.get(key) is not None]
     width = max(len(label) for label, _ in rows)
     print()
@@ -132,4 +133,4 @@ def _print_table(summary: dict[str, Any]) -> None:
         print(f"  {label:<{width}}  {value:>12}")
     if summary.get("mfu") is None and summary.get("mfu_reason"):
         print(f"  MFU: none, {summary['mfu_reason']}")
-    print()
+    print(f"\nrun folder: {folder}")

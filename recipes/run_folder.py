@@ -55,6 +55,13 @@ class RunFolder:
         values: dict[str, Any] = json.loads(file.read_text())
         return values
 
+    def completed(self, recipe: Recipe) -> dict[str, Any] | None:
+        """The summary, when this very recipe has already been trained to its last step; None otherwise."""
+        summary = self.summary
+        if summary is None or summary.get("steps", 0) < recipe.trainer.max_steps or self.drift(recipe):
+            return None
+        return summary
+
     @property
     def recipe(self) -> dict[str, Any] | None:
         """The resolved recipe the run was started with; None for a new folder."""

@@ -92,14 +92,6 @@ def train(recipe: Recipe, started_at: float) -> tuple[dict[str, Any] | None, int
     return summary, 0
 
 
-def complete(recipe: Recipe) -> dict[str, Any] | None:
-    """The summary of a run that has already reached the recipe's last step; None when there is something to do."""
-    summary = RunFolder(recipe.run.dir).summary
-    if summary is None or summary.get("steps", 0) < recipe.trainer.max_steps:
-        return None
-    return summary
-
-
 def _is_rank_zero() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 

@@ -1,11 +1,11 @@
 """The Weights & Biases run of a run folder: one for all ranks, and the same one when the run continues."""
 
 import json
+import os
 import secrets
 from typing import Any
 
 from lightning.pytorch.loggers import Logger, WandbLogger
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from callbacks.run_record import write_atomically
 from recipes.run_folder import RunFolder
@@ -21,7 +21,7 @@ def wandb_logger(recipe: Recipe, folder: RunFolder, config: dict[str, Any]) -> L
         entity=recipe.wandb.entity,
         group=recipe.wandb.group,
         tags=list(recipe.wandb.tags),
-        id=_run_id(folder) if rank_zero_only.rank == 0 else None,
+        id=_run_id(folder) if os.environ.get("RANK", "0") == "0" else None,
         resume="allow",
         log_model=False,
         config=config,

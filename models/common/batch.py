@@ -16,10 +16,23 @@ class Batch(Protocol):
     inputs: what the processor's `prepare` returned for this batch, on the batch's device.
     """
 
-    images: Mapping[str, Tensor]
-    state: Mapping[str, Tensor]
-    action: Mapping[str, Tensor]
-    action_is_pad: Tensor
-    text: Sequence[str]
-    position: Tensor
-    inputs: Mapping[str, Tensor]
+    @property
+    def images(self) -> Mapping[str, Tensor]: ...
+
+    @property
+    def state(self) -> Mapping[str, Tensor]: ...
+
+    @property
+    def action(self) -> Mapping[str, Tensor]: ...
+
+    @property
+    def action_is_pad(self) -> Tensor: ...
+
+    @property
+    def text(self) -> Sequence[str]: ...
+
+    @property
+    def position(self) -> Tensor: ...
+
+    @property
+    def inputs(self) -> Mapping[str, Tensor]: ...

@@ -77,21 +77,14 @@ class GR00TN17Module(LightningModule):
         self._log_step(loss.detach(), batch_size=len(inputs["position"]))
         return loss
 
-    def validation_step(self, inputs: Mapping[str, Any], batch_idx: int = 0) -> Tensor:
-        """Loss of one batch without dropout, logged as val/loss; the draws of a sample are the same in every pass."""
-        noise, time = self.flow_variables(inputs["position"], stream="val")
-        loss = self.network(inputs, noise=noise, time=time)
-        self.log("val/loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(inputs["position"]))
-        return loss
-
-    def flow_variables(self, position: Tensor, stream: str = "flow") -> tuple[Tensor, Tensor]:
+    def flow_variables(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """Noise [K * B, H, Da] and time [K * B] for int64 positions [B], row k * B + b being draw k of sample b."""
         config = self.network.config
         shape = (config.action_horizon, config.max_action_dim)
         noise, time = [], []
         for draw in range(self.flow_draws):
-            noise.append(draws.normal(self.seed, f"{stream}.noise", position, shape, draw=draw))
-            u = draws.beta(self.seed, f"{stream}.time", position, alpha=config.noise_beta_alpha, draw=draw)
+            noise.append(draws.normal(self.seed, "flow.noise", position, shape, draw=draw))
+            u = draws.beta(self.seed, "flow.time", position, alpha=config.noise_beta_alpha, draw=draw)
             time.append((1.0 - u) * config.noise_s)
         return torch.cat(noise), torch.cat(time)
 

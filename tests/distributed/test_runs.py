@@ -167,9 +167,7 @@ def test_a_stopped_run_continues_at_the_next_sample(world: Path, uninterrupted: 
     assert summary(world / "stopped")["samples_seen"] == STEPS * 8
 
 
-@pytest.mark.parametrize(
-    ("ranks", "equal"), [(1, "bitwise"), (2, "close")], ids=["on one rank", "on two ranks"]
-)
+@pytest.mark.parametrize(("ranks", "equal"), [(1, "bitwise"), (2, "close")], ids=["on one rank", "on two ranks"])
 def test_a_killed_run_continues_from_its_last_checkpoint(
     killed: Callable[[str], Path], uninterrupted: Path, ranks: int, equal: str
 ) -> None:

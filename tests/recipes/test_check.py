@@ -45,9 +45,7 @@ def test_a_sound_recipe_passes(dataset: Path, tmp_path: Path) -> None:
     assert check(recipe, world_size=4) == []
 
 
-def test_everything_wrong_is_told_at_once(
-    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everything_wrong_is_told_at_once(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
     lines = report(
         "gr00t_n17/finetune",

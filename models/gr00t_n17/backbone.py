@@ -213,7 +213,7 @@ class Backbone(nn.Module):
         """The patch convolution as a matrix product; its stride equals its kernel."""
         proj = self.visual.patch_embed.proj
         weight = proj.weight
-        if pixel_values.shape[1] * self.vision_config.temporal_patch_size == weight[0].numel():
+        if pixel_values.shape[1] * self.vision_config.temporal_patch_size == weight.shape[1:].numel():
             # The two frames of a still image are equal, so their weights can be added instead of the pixels doubled.
             weight = weight.sum(2)
         return F.linear(pixel_values.to(proj.weight.dtype), weight.flatten(1), proj.bias)

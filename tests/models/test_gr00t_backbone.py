@@ -87,6 +87,18 @@ def test_features_equal_the_stock_forward(
     assert torch.equal(image_mask, inputs["input_ids"] == IMAGE)
 
 
+def test_autocast_rounds_where_the_stock_forward_rounds(
+    backbone: Backbone, stock: Qwen3VLForConditionalGeneration
+) -> None:
+    """float32 weights under bfloat16 autocast: embedding, residual stream and norms stay float32 on both sides."""
+    inputs = make_inputs(*BATCHES["two grids"])
+    with torch.autocast("cpu", torch.bfloat16):
+        features, expected = backbone(**inputs).features, stock_features(stock, inputs)
+    assert features.dtype == expected.dtype == torch.float32
+    rounding = (features - backbone(**inputs).features).abs().mean()
+    assert (features - expected).abs().mean() < 0.05 * rounding
+
+
 def test_gradients_equal_the_stock_backward(backbone: Backbone, stock: Qwen3VLForConditionalGeneration) -> None:
     inputs = make_inputs(*BATCHES["two grids"])
     weight = torch.randn(64, generator=torch.Generator().manual_seed(1))

@@ -185,3 +185,19 @@ def test_each_switch_freezes_its_part(switch: str, pattern: str) -> None:
     assert not any(m.training for m in modules)
     set_trainable(network, GR00TN17Config.tiny())
     assert all(m.training for m in modules)
+
+
+def test_a_step_reads_no_device_value() -> None:
+    """On the meta device any operation that needs a value or a data-dependent shape on the host raises."""
+    config = GR00TN17Config.tiny(state_dropout_prob=0.2)
+    inputs = make_inputs(config)
+    grids = inputs.pop("image_grid_thw").tolist()
+    with torch.device("meta"):
+        network = GR00TN17(config)
+    on_device = {key: value.to("meta") for key, value in inputs.items()}
+    noise, time = torch.empty(4, 16, 32, device="meta"), torch.empty(4, device="meta")
+    for embodiment in (1, on_device["embodiment_id"]):
+        loss = network({**on_device, "image_grid_thw": grids, "embodiment_id": embodiment}, noise, time)
+        loss.backward()
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+        float(loss.detach())

@@ -150,7 +150,10 @@ class _Context:
             return
         if frame.is_corrupt:
             raise DecodeError(f"the frame with pts {frame.pts} is damaged")
-        pixels = self._reformatter.reformat(frame, format="rgb24", threads=1).to_ndarray()
+        rgb: Any = self._reformatter.reformat(frame, format="rgb24", threads=1)
+        plane = rgb.planes[0]
+        # A view of the converter's rows without their padding; `to_ndarray` would copy them once more.
+        pixels = np.ndarray((rgb.height, rgb.width, 3), np.uint8, plane, strides=(plane.line_size, 3, 1))
         for array in arrays:
             if array.shape != pixels.shape:
                 raise DecodeError(f"the frame with pts {frame.pts} is {pixels.shape}, expected {array.shape}")

@@ -23,7 +23,8 @@ class OptimizerConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 1e-5
-    fused: bool | None = None
+    fused: bool = True
+    """One kernel for the whole update; rounds differently from the stock loop over tensors."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))

@@ -53,13 +53,6 @@ class GR00TN17Module(LightningModule):
         self._flops: dict[tuple[int, int, tuple[Grid, ...], bool], int] = {}
         self.train()
 
-    def train(self, mode: bool = True) -> "GR00TN17Module":
-        """Training mode for what is trained; wholly frozen parts stay in eval mode, without dropout."""
-        super().train(mode)
-        if mode:
-            _freeze_modes(self.network)
-        return self
-
     def on_fit_start(self) -> None:
         # Lightning keeps the modes it finds, and an evaluation before the fit may have left another one.
         self.train()
@@ -149,18 +142,3 @@ class GR00TN17Module(LightningModule):
     def _writes_metrics(self) -> bool:
         every = self.trainer.log_every_n_steps
         return every > 0 and (self.global_step + 1) % every == 0
-
-
-def _freeze_modes(network: nn.Module) -> None:
-    """Put every module without a trained parameter into eval mode; modules without parameters follow their parents."""
-
-    def visit(module: nn.Module) -> bool:
-        own = [p.requires_grad for p in module.parameters(recurse=False)]
-        children = [visit(child) for child in module.children()]
-        trained = any(own) or any(children)
-        has_parameters = next(module.parameters(), None) is not None
-        if has_parameters and not trained:
-            module.eval()
-        return trained
-
-    visit(network)

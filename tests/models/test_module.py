@@ -181,7 +181,8 @@ def test_frozen_parts_stay_in_eval_mode_and_get_no_gradient() -> None:
     module.eval()
     module.train()
     network = module.network
-    assert not any(part.training for part in network.backbone.modules())
+    for frozen in (network.backbone.visual, network.backbone.language_model):
+        assert not any(part.training for part in frozen.modules())
     assert not any(part.training for part in network.action_head.vl_self_attention.modules())
     assert all(part.training for part in network.action_head.model.modules())
     dropouts = [part for part in network.action_head.model.modules() if isinstance(part, nn.Dropout)]

@@ -5,7 +5,6 @@ Encoding runs on threads (libav releases the interpreter lock), one job per epis
 """
 
 import io
-import json
 import logging
 import secrets
 import shutil
@@ -14,33 +13,30 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from knonik.video import Mp4Joiner, encode_mp4
+from knonik.video import encode_mp4
+from knonik.write_layout import (
+    CHUNK_SIZE,
+    PATHS,
+    VERSIONS,
+    EncodedEpisode,
+    Layout,
+    LayoutV21,
+    LayoutV30,
+    dump_json,
+    write_tasks,
+)
 from knonik.write_stats import ImageHistogram, column_stats, stats_json
 
 logger = logging.getLogger(__name__)
 
-CHUNK_SIZE = 1000
-VERSIONS = ("v3.0", "v2.1")
 _INDEX_COLUMNS = ("timestamp", "frame_index", "episode_index", "index", "task_index")
-_PATHS = {
-    "v3.0": (
-        "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
-        "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4",
-    ),
-    "v2.1": (
-        "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
-        "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4",
-    ),
-}
-
-Stats = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,43 +57,6 @@ class EpisodeData:
     def length(self) -> int:
         """Number of rows."""
         return len(next(iter(self.columns.values())))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Encoded:
-    """What is left of an episode once its frames are encoded."""
-
-    columns: Mapping[str, NDArray[Any]]
-    task: str
-    task_index: int
-    index: int
-    first_row: int
-    length: int
-    mp4: Mapping[str, bytes]
-    images: Mapping[str, ImageHistogram]
-
-    def table(self, schema: pa.Schema) -> pa.Table:
-        arrays = []
-        for field in schema:
-            values = np.ascontiguousarray(self.columns[field.name])
-            if pa.types.is_fixed_size_list(field.type):
-                flat = pa.array(values.reshape(-1), field.type.value_type)
-                arrays.append(pa.FixedSizeListArray.from_arrays(flat, field.type.list_size))
-            else:
-                arrays.append(pa.array(values.reshape(-1), field.type))
-        return pa.Table.from_arrays(arrays, schema=schema)
-
-    def stats(self) -> Stats:
-        low = {key: column_stats(values) for key, values in self.columns.items()}
-        return {**low, **{key: image.stats() for key, image in self.images.items()}}
-
-
-class _Layout(Protocol):
-    """Where episodes go: one file each (v2.1), or several to a file (v3.0)."""
-
-    def add(self, episode: _Encoded, schema: pa.Schema) -> None: ...
-
-    def finish(self) -> None: ...
 
 
 def write_lerobot(
@@ -142,7 +101,7 @@ def write_lerobot(
     work = dest.with_name(f".{dest.name}.{secrets.token_hex(4)}.tmp")
     work.mkdir(parents=True)
     try:
-        layout: _Layout = _V30(work, fps, episodes_per_file) if version == "v3.0" else _V21(work)
+        layout: Layout = LayoutV30(work, fps, episodes_per_file) if version == "v3.0" else LayoutV21(work)
         _write(work, episodes, layout, fps, robot_type, version, codec, gop, crf, workers)
         work.rename(dest)
     except BaseException:
@@ -154,7 +113,7 @@ def write_lerobot(
 def _write(
     work: Path,
     episodes: Iterable[EpisodeData],
-    layout: _Layout,
+    layout: Layout,
     fps: float,
     robot_type: str,
     version: str,
@@ -178,8 +137,8 @@ def _write(
     if not count:
         raise ValueError("episodes is empty; a dataset needs at least one episode")
     layout.finish()
-    _write_tasks(work, tasks, version)
-    data_path, video_path = _PATHS[version]
+    write_tasks(work, tasks, version)
+    data_path, video_path = PATHS[version]
     info: dict[str, Any] = {
         "codebase_version": version,
         "robot_type": robot_type,
@@ -199,16 +158,16 @@ def _write(
         info |= {"data_files_size_in_mb": 100, "video_files_size_in_mb": 200}
         whole = {key: column_stats(_read_column(work, key)) for key in schema.names}
         whole |= {key: image.stats() for key, image in images.items()}
-        _dump(work / "meta" / "stats.json", stats_json(whole))
-    _dump(work / "meta" / "info.json", info)
+        dump_json(work / "meta" / "stats.json", stats_json(whole))
+    dump_json(work / "meta" / "info.json", info)
     logger.info("wrote %d episodes, %d rows, %d cameras", count, rows, len(images))
 
 
 def _encode_ahead(
     episodes: Iterable[EpisodeData], tasks: dict[str, int], options: Mapping[str, Any], workers: int
-) -> Iterator[_Encoded]:
+) -> Iterator[EncodedEpisode]:
     """Yield episodes in order while the next ones are being encoded; at most `workers` + 1 are held."""
-    pending: deque[tuple[_Encoded, dict[str, Future[tuple[bytes, ImageHistogram]]]]] = deque()
+    pending: deque[tuple[EncodedEpisode, dict[str, Future[tuple[bytes, ImageHistogram]]]]] = deque()
     first: EpisodeData | None = None
     row = 0
     with ThreadPoolExecutor(workers, thread_name_prefix="knonik-encode") as pool:
@@ -234,13 +193,13 @@ def _encode(frames: NDArray[np.uint8], options: Mapping[str, Any]) -> tuple[byte
     return target.getvalue(), ImageHistogram.of(frames)
 
 
-def _encoded(episode: _Encoded, jobs: Mapping[str, Future[tuple[bytes, ImageHistogram]]]) -> _Encoded:
+def _encoded(episode: EncodedEpisode, jobs: Mapping[str, Future[tuple[bytes, ImageHistogram]]]) -> EncodedEpisode:
     done = {key: job.result() for key, job in jobs.items()}
     mp4, images = {k: d[0] for k, d in done.items()}, {k: d[1] for k, d in done.items()}
-    return _Encoded(**{**vars(episode), "mp4": mp4, "images": images})
+    return EncodedEpisode(**{**vars(episode), "mp4": mp4, "images": images})
 
 
-def _indexed(data: EpisodeData, index: int, row: int, task_index: int, fps: float) -> _Encoded:
+def _indexed(data: EpisodeData, index: int, row: int, task_index: int, fps: float) -> EncodedEpisode:
     steps = np.arange(data.length)
     columns = dict(data.columns) | {
         "timestamp": (steps / fps).astype(np.float32),
@@ -249,7 +208,7 @@ def _indexed(data: EpisodeData, index: int, row: int, task_index: int, fps: floa
         "index": row + steps,
         "task_index": np.full(data.length, task_index),
     }
-    return _Encoded(
+    return EncodedEpisode(
         columns=columns, task=data.task, task_index=task_index, index=index, first_row=row, length=data.length,
         mp4={}, images={},
     )  # fmt: skip
@@ -280,7 +239,7 @@ def _width(values: NDArray[Any]) -> int:
     return int(values.shape[1]) if values.ndim == 2 else 1
 
 
-def _schema(episode: _Encoded) -> pa.Schema:
+def _schema(episode: EncodedEpisode) -> pa.Schema:
     fields = []
     for key, values in episode.columns.items():
         scalar, width = pa.from_numpy_dtype(values.dtype), _width(values)
@@ -288,7 +247,7 @@ def _schema(episode: _Encoded) -> pa.Schema:
     return pa.schema(fields)
 
 
-def _features(episode: _Encoded, fps: float, codec: str, gop: int) -> dict[str, Any]:
+def _features(episode: EncodedEpisode, fps: float, codec: str, gop: int) -> dict[str, Any]:
     low = {
         key: {
             "dtype": values.dtype.name,
@@ -311,100 +270,6 @@ def _features(episode: _Encoded, fps: float, codec: str, gop: int) -> dict[str, 
     return {**low, **video}
 
 
-class _V21:
-    """One parquet and one mp4 per episode and camera; jsonl metadata."""
-
-    def __init__(self, work: Path) -> None:
-        self._work = work
-
-    def add(self, episode: _Encoded, schema: pa.Schema) -> None:
-        data_path, video_path = _PATHS["v2.1"]
-        names: dict[str, Any] = {"episode_chunk": episode.index // CHUNK_SIZE, "episode_index": episode.index}
-        pq.write_table(episode.table(schema), _parent(self._work / data_path.format(**names)))
-        for key, part in episode.mp4.items():
-            _parent(self._work / video_path.format(video_key=key, **names)).write_bytes(part)
-        row = {"episode_index": episode.index, "tasks": [episode.task], "length": episode.length}
-        _append(self._work / "meta" / "episodes.jsonl", row)
-        stats = {"episode_index": episode.index, "stats": stats_json(episode.stats())}
-        _append(self._work / "meta" / "episodes_stats.jsonl", stats)
-
-    def finish(self) -> None:
-        pass
-
-
-class _V30:
-    """Several episodes per parquet (a row group each) and per mp4; parquet metadata."""
-
-    def __init__(self, work: Path, fps: float, episodes_per_file: int) -> None:
-        self._work, self._fps, self._per_file = work, fps, episodes_per_file
-        self._file = -1
-        self._data: pq.ParquetWriter | None = None
-        self._parts: dict[str, list[bytes]] = {}
-        self._rows: list[dict[str, Any]] = []
-
-    def add(self, episode: _Encoded, schema: pa.Schema) -> None:
-        if episode.index % self._per_file == 0:
-            self._close_file()
-            self._file += 1
-            path = _parent(self._work / _PATHS["v3.0"][0].format(**self._place()))
-            self._data = pq.ParquetWriter(path, schema, compression="snappy")
-        assert self._data is not None
-        self._data.write_table(episode.table(schema), row_group_size=max(episode.length, 1))
-        row: dict[str, Any] = {"episode_index": episode.index, "tasks": [episode.task], "length": episode.length}
-        row |= {f"data/{name}": value for name, value in self._place().items()}
-        row |= {"dataset_from_index": episode.first_row, "dataset_to_index": episode.first_row + episode.length}
-        for key, part in episode.mp4.items():
-            self._parts.setdefault(key, []).append(part)
-            row |= {f"videos/{key}/{name}": value for name, value in self._place().items()}
-        for key, stats in stats_json(episode.stats()).items():
-            row |= {f"stats/{key}/{name}": value for name, value in stats.items()}
-        self._rows.append(row)
-
-    def finish(self) -> None:
-        self._close_file()
-        for row in self._rows:
-            row |= {"meta/episodes/chunk_index": 0, "meta/episodes/file_index": 0}
-        path = _parent(self._work / "meta/episodes/chunk-000/file-000.parquet")
-        pq.write_table(pa.Table.from_pylist(self._rows), path, compression="snappy", row_group_size=1000)
-
-    def _place(self) -> dict[str, int]:
-        return {"chunk_index": self._file // CHUNK_SIZE, "file_index": self._file % CHUNK_SIZE}
-
-    def _close_file(self) -> None:
-        if self._data is None:
-            return
-        self._data.close()
-        for key, parts in self._parts.items():
-            path = _parent(self._work / _PATHS["v3.0"][1].format(video_key=key, **self._place()))
-            rows = self._rows[-len(parts) :]
-            if len(parts) == 1:  # a file that was never joined keeps its header at the end, as recorders leave it
-                path.write_bytes(parts[0])
-                spans = [(0.0, rows[0]["length"] / self._fps)]
-            else:
-                with Mp4Joiner(path, fps=self._fps) as joiner:
-                    spans = [joiner.add(part) for part in parts]
-            for row, (begin, end) in zip(rows, spans, strict=True):
-                row |= {f"videos/{key}/from_timestamp": begin, f"videos/{key}/to_timestamp": end}
-        self._parts = {}
-
-
-def _write_tasks(work: Path, tasks: Mapping[str, int], version: str) -> None:
-    if version == "v2.1":
-        for task, index in tasks.items():
-            _append(work / "meta" / "tasks.jsonl", {"task_index": index, "task": task})
-        return
-    # The text is the index of a pandas frame; this is the note by which pandas finds its index again.
-    text = {"name": "task", "field_name": "task", "pandas_type": "unicode", "numpy_type": "object", "metadata": None}
-    number = {**text, "name": "task_index", "field_name": "task_index", "pandas_type": "int64", "numpy_type": "int64"}
-    pandas = {"index_columns": ["task"], "column_indexes": [], "columns": [number, text], "pandas_version": "2.2.0"}
-    fields = [pa.field("task_index", pa.int64()), pa.field("task", pa.string())]
-    schema = pa.schema(fields, metadata={"pandas": json.dumps(pandas)})
-    table = pa.Table.from_arrays(
-        [pa.array(tasks.values(), pa.int64()), pa.array(tasks.keys(), pa.string())], schema=schema
-    )
-    pq.write_table(table, work / "meta" / "tasks.parquet")
-
-
 def _read_column(work: Path, key: str) -> NDArray[Any]:
     """All rows of one column, read back: the statistics of a whole dataset need one column in memory, not all."""
     parts = []
@@ -415,17 +280,3 @@ def _read_column(work: Path, key: str) -> NDArray[Any]:
         else:
             parts.append(column.to_numpy(zero_copy_only=False))
     return np.concatenate(parts)
-
-
-def _parent(path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
-
-
-def _append(path: Path, row: Mapping[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-
-def _dump(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=4, ensure_ascii=False), encoding="utf-8")

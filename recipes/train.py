@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,12 +39,12 @@ def train(recipe: Recipe, started_at: float) -> tuple[dict[str, Any] | None, int
     if recipe.run.stage == "grounding":
         make_dataset(recipe)
         return train_grounding(recipe, started_at), 0
-    if world_size() == 1:
+    if to_do(recipe):
+        assert world_size() == 1, "stages are made by one process; `launch` has seen to it"
         make_dataset(recipe)
         started = with_first_stage(recipe, started_at)
+        started_at = time.perf_counter()  # the stages before are not this run's start-up
     else:
-        # stages run in one process each; a run on several ranks finds their results, `launch` has checked that
-        assert not to_do(recipe)
         started = with_first_stage(recipe, started_at)
 
     dataset = build_dataset(recipe)

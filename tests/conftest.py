@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: where the real sample datasets are, and a report line that says whether they were used."""
+"""Fixtures shared by all tests: where the real sample datasets are, and a report line on whether they were used."""
 
 from pathlib import Path
 

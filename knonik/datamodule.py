@@ -64,6 +64,7 @@ class DataModule(pl.LightningDataModule):
         self._decode_threads = decode_threads
         self._device_transform = device_transform
         self._saved: dict[str, Any] | None = None
+        self._stages: dict[str, dict[str, float]] = {}
 
     def setup(self, stage: str) -> None:
         """A new fit starts at the first sample, unless a checkpoint is loaded after this."""
@@ -116,6 +117,10 @@ class DataModule(pl.LightningDataModule):
         """Keep the state for the loader that `train_dataloader` builds, which checks it."""
         self._saved = dict(state_dict)
 
+    def stages(self) -> dict[str, dict[str, float]]:
+        """Stage statistics of the loader in use, or of the last one; see `Loader.stages`."""
+        return self.loader.stages() if self.loader is not None else self._stages
+
     def teardown(self, stage: str) -> None:
         """Stop the loader; the last position stays readable in `state_dict`."""
         self._saved = self.state_dict()
@@ -123,5 +128,6 @@ class DataModule(pl.LightningDataModule):
 
     def _close(self) -> None:
         if self.loader is not None:
+            self._stages = self.loader.stages()
             self.loader.close()
             self.loader = None

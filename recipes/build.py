@@ -75,10 +75,14 @@ def build_processor(recipe: Recipe, dataset: "Dataset") -> "Processor":
 
 def build_network(recipe: Recipe) -> "GR00TN17":
     """The network with its starting weights: a checkpoint's, or random ones that depend on the seed alone."""
+    import torch
+
     from models.gr00t_n17.network import GR00TN17
     from models.gr00t_n17.weights import load_weights
 
-    network = GR00TN17(model_config(recipe))
+    with torch.device("meta"):  # no time or memory for an initialisation that is overwritten below
+        network = GR00TN17(model_config(recipe))
+    network.to_empty(device="cpu")
     if recipe.model.weights is not None:
         load_weights(network, recipe.model.weights)
     else:

@@ -29,7 +29,8 @@ def closed_loop(
             the text then fails, one that goes for the nearest block does not notice.
 
     Returns:
-        `success_rate`, `wrong_block_rate`, `episodes_evaluated`.
+        `success_rate`, `wrong_block_rate`, `followed_text_rate` (the block that the text told it was lifted) and
+        `episodes_evaluated`.
     """
     import torch
 
@@ -57,7 +58,16 @@ def closed_loop(
     return {
         "success_rate": result.success_rate,
         "wrong_block_rate": result.wrong_block_rate,
+        "followed_text_rate": result.followed_text_rate,
         "episodes_evaluated": result.episodes,
+    }
+
+
+def swapped(result: dict[str, Any]) -> dict[str, Any]:
+    """The figures of an evaluation with swapped instructions, under their names in `summary.json`."""
+    return {
+        "success_rate_swapped": result["success_rate"],
+        "followed_text_rate_swapped": result["followed_text_rate"],
     }
 
 
@@ -82,6 +92,6 @@ def evaluate_run(run: Path) -> dict[str, Any]:
     network = build_network(recipe)
     load_trained(network, checkpoint[0])
     result = {"step": checkpoint[1], **closed_loop(recipe, network, processor)}
-    result["success_rate_swapped"] = closed_loop(recipe, network, processor, swap_instruction=True)["success_rate"]
+    result |= swapped(closed_loop(recipe, network, processor, swap_instruction=True))
     dataset.close()
     return result

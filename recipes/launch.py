@@ -34,6 +34,7 @@ _TABLE = (
     ("success_rate_untrained", "success, untrained", "{:.1%}"),
     ("success_rate", "success, trained", "{:.1%}"),
     ("success_rate_swapped", "success, instruction swapped", "{:.1%}"),
+    ("followed_text_rate_swapped", "  ... did what the text said", "{:.1%}"),
 )
 
 

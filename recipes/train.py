@@ -13,7 +13,7 @@ from callbacks.step_clock import StepClock
 from models.gr00t_n17.weights import weights_digest
 from recipes.build import build_datamodule, build_dataset, build_module, build_network, build_processor
 from recipes.check import batch_size_per_rank, world_size
-from recipes.evaluate import closed_loop
+from recipes.evaluate import closed_loop, swapped
 from recipes.run_folder import RunFolder
 from recipes.schema import Recipe
 from recipes.session import Session, set_torch_threads
@@ -81,13 +81,13 @@ def train(recipe: Recipe, started_at: float) -> tuple[dict[str, Any] | None, int
         "fingerprint": dataset.fingerprint,
         "weights_digest": weights_digest({n: p for n, p in network.named_parameters() if p.requires_grad}),
         **session.figures(),
+        "loader_stages": data.stages(),
         **untrained,
     }
     if recipe.evaluation is not None:
         logger.info("evaluating the trained policy on %d held-out layouts", recipe.evaluation.layouts)
         summary |= closed_loop(recipe, network, processor)
-        swapped = closed_loop(recipe, network, processor, swap_instruction=True)
-        summary["success_rate_swapped"] = swapped["success_rate"]
+        summary |= swapped(closed_loop(recipe, network, processor, swap_instruction=True))
     session.record.write_summary(summary)
     dataset.close()
     return summary, 0

@@ -74,6 +74,9 @@ def read_metadata(store: Store) -> Metadata:
     features = _get(info, "features", "meta/info.json")
     if not isinstance(features, dict):
         raise MetadataError("meta/info.json: features must be an object of name -> declaration")
+    for name, feature in features.items():
+        if not isinstance(feature, dict) or not isinstance(feature.get("dtype"), str):
+            raise MetadataError(f"meta/info.json: feature {name} is {feature!r}; an object with a dtype was expected")
     rows = _episodes_v3(files) if version == "v3.0" else _episodes_v2(files)
     return Metadata(
         version=version,
@@ -155,10 +158,12 @@ def _sorted(columns: dict[str, NDArray[Any]], tasks: list[tuple[str, ...]], sour
 
 def _table(rows: _Rows, info: Mapping[str, Any], features: Mapping[str, Any], sizes: Mapping[str, int]) -> EpisodeTable:
     ids, length = rows.ints("episode_index"), rows.ints("length")
-    chunks_size = int(info.get("chunks_size") or 1000)
+    chunks_size = info.get("chunks_size") or 1000
+    if not isinstance(chunks_size, int) or chunks_size <= 0:
+        raise MetadataError(f"meta/info.json: chunks_size is {chunks_size!r}; it must be a positive whole number")
     cameras: dict[str, CameraTable] = {}
     for name, feature in features.items():
-        if not isinstance(feature, dict) or feature.get("dtype") != "video":
+        if feature["dtype"] != "video":
             continue
         if not any(f"/{name}/" in key for key in sizes):
             logger.warning("camera %s is declared in meta/info.json but has no files; it is left out", name)

@@ -6,13 +6,14 @@ A file names what it builds on (`base: [...]`) and may change further keys when 
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from recipes.parse import nearest, parse
+from recipes.parse import known, nearest, parse
 from recipes.schema import Recipe
 
 RECIPES = Path(__file__).parent
@@ -86,24 +87,48 @@ def merged(name: str, overrides: list[str], problems: list[str]) -> dict[str, An
     """
     tree: Any = _with_bases(find(name), ())
     whens = tree.pop("when", {})
-    malformed = [item for item in overrides if "=" not in item or item.startswith("=")]
-    if malformed:
-        raise RecipeError([f"override {item!r} is not of the form key=value" for item in malformed])
+    given = _given(overrides)
     try:
-        given = OmegaConf.from_dotlist(overrides)
         for condition, fragment in whens.items():
             key, _, value = str(condition).partition("=")
-            if str(OmegaConf.select(OmegaConf.merge(tree, given), key)) == value:
+            if not known(Recipe, key):
+                problems.append(f"when: {condition}: {key!r} is no key of a recipe, so this would never apply")
+            elif str(OmegaConf.select(OmegaConf.merge(tree, given), key)) == value:
                 tree = OmegaConf.merge(tree, fragment)
         tree = OmegaConf.merge(tree, given)
         for key in sorted(OmegaConf.missing_keys(tree)):
             problems.append(f"{key}: required, give it as {key}=...")
             OmegaConf.update(tree, key, "")
         values = OmegaConf.to_container(tree, resolve=True)
-    except OmegaConfBaseException as error:
-        raise RecipeError([f"cannot merge the recipe: {str(error).splitlines()[0]}"]) from error
+    except (OmegaConfBaseException, TypeError) as error:  # TypeError: a list where a section stands, or the reverse
+        raise RecipeError([f"cannot merge the recipe: {_merge_error(error)}"]) from error
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
+
+
+def _given(overrides: list[str]) -> Any:
+    """The `key=value` strings as one tree, later ones over earlier ones."""
+    given: Any = OmegaConf.create()
+    problems = []
+    for item in overrides:
+        if "=" not in item or item.startswith("="):
+            problems.append(f"override {item!r} is not of the form key=value")
+            continue
+        try:
+            given = OmegaConf.merge(given, OmegaConf.from_dotlist([item]))
+        except Exception as error:  # the YAML library raises several unrelated types
+            reason = " ".join(str(error).split("\n  in ")[0].split())
+            problems.append(f"{item.partition('=')[0]}: {item.partition('=')[2]!r} is not readable as YAML: {reason}")
+    if problems:
+        raise RecipeError(problems)
+    return given
+
+
+def _merge_error(error: Exception) -> str:
+    """What the merging library says, with the key where it names one on a line of its own."""
+    text = str(error)
+    key = re.search(r"full_key: (\S+)", text)
+    return text.splitlines()[0] + (f" (at {key[1]})" if key else "")
 
 
 def _with_bases(path: Path, seen: tuple[Path, ...]) -> Any:
@@ -114,7 +139,13 @@ def _with_bases(path: Path, seen: tuple[Path, ...]) -> Any:
         tree: Any = OmegaConf.load(path)
     except Exception as error:  # the YAML library raises several unrelated types
         raise RecipeError([f"{path} is not readable YAML: {error}"]) from error
+    if not OmegaConf.is_dict(tree) and tree:
+        raise RecipeError([f"{path} is a list; a recipe is a mapping of sections, as in docs/recipes.md"])
     bases = tree.pop("base", []) if tree else []
+    if not isinstance(bases, list) and not OmegaConf.is_list(bases):
+        bases = [bases]
+    if tree and "when" in tree and not OmegaConf.is_dict(tree["when"]):
+        raise RecipeError([f"when: {tree['when']!r} in {path.name} is no mapping of `key=value` to sections"])
     parts = []
     for base in bases:
         file = RECIPES / f"{base}.yaml"

@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 T = TypeVar("T")
@@ -54,6 +55,32 @@ def parse(cls: type[T], values: Any, problems: list[str], path: str = "") -> T |
     return cls(**arguments)
 
 
+def misfits(cls: type, values: Mapping[str, Any], path: str) -> list[str]:
+    """Unknown keys and wrong types among values that are to replace some fields of `cls`; nothing of `cls` is built."""
+    hints = typing.get_type_hints(cls)
+    problems: list[str] = []
+    for key, value in values.items():
+        if key in hints:
+            _convert(hints[key], value, problems, f"{path}.{key}")
+        else:
+            problems.append(f"{path}.{key}: unknown key{nearest(str(key), hints)}")
+    return problems
+
+
+def known(cls: type, dotted: str) -> bool:
+    """Whether a dotted key leads to a field of a dataclass, or into one that takes any mapping."""
+    kind: Any = cls
+    for name in dotted.split("."):
+        kind = next((o for o in get_args(kind) if dataclasses.is_dataclass(o)), kind)  # `Section | None`
+        if get_origin(kind) is dict:
+            return True
+        hints = typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
+        if name not in hints:
+            return False
+        kind = hints[name]
+    return True
+
+
 # Stand-ins for required values that were wrong: never used to run anything, only to look at the other keys.
 _EMPTY: dict[Any, Any] = {str: "", int: 1, float: 1.0, bool: False}
 
@@ -78,7 +105,7 @@ def _convert(kind: Any, value: Any, problems: list[str], path: str) -> Any:
         return value
     if origin is tuple:
         return _convert_tuple(get_args(kind), value, problems, path)
-    if origin is dict:
+    if origin in (dict, Mapping):
         if not isinstance(value, dict):
             problems.append(f"{path}: expected a section of keys, got {value!r}")
         return value

@@ -219,3 +219,17 @@ def test_errors_name_file_and_key(tmp_path: Path) -> None:
         _read(broken("m", "meta/tasks.jsonl", b'{"task_index": 0, "task": null}\n'))
     with pytest.raises(FileNotFoundError, match=r"looked for meta/info\.json"):
         _read(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"features": {"action": "float32"}}, "feature action is 'float32'"),
+        ({"features": {"action": {"shape": [2]}}}, "an object with a dtype was expected"),
+        ({"chunks_size": "many"}, "chunks_size is 'many'; it must be a positive whole number"),
+        ({"chunks_size": -1}, "chunks_size is -1"),
+    ],
+)
+def test_malformed_declarations_name_the_key(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
+    with pytest.raises(MetadataError, match=expected):
+        _read(_v2(tmp_path, **changes))

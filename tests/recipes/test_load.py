@@ -59,6 +59,39 @@ def test_unknown_recipe_and_malformed_override() -> None:
     assert "key=value" in problems("quickstart", "seed")[0]
 
 
+def test_values_that_are_no_yaml_are_all_named() -> None:
+    lines = problems("quickstart", "trainer.max_steps=[1,", "data.uri={", "seed=1")
+    assert [line.split(":")[0] for line in lines] == ["trainer.max_steps", "data.uri"]
+    assert all("is not readable as YAML" in line for line in lines)
+
+
+def test_a_list_in_place_of_a_section_is_a_problem() -> None:
+    assert "cannot merge the recipe" in problems("quickstart", "model.processor=[1]")[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("- a\n", "is a list; a recipe is a mapping"),
+        ("base: [quickstart]\nwhen: 5\n", "when: 5 in mine.yaml is no mapping"),
+        ("base: [quickstart]\nwhen:\n  model.szie=tiny: {seed: 5}\n", "'model.szie' is no key of a recipe"),
+        ("base: quikstart\n", "base: 'quikstart', named by mine.yaml"),
+    ],
+)
+def test_a_malformed_file_says_what_is_wrong(tmp_path: Path, text: str, expected: str) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    assert expected in problems(str(file))[0]
+
+
+def test_conditions_may_name_any_key(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("base: quickstart\nwhen:\n  model.processor.tokenizer=words: {seed: 5}\n")
+    assert load(str(file)).seed == 5
+    file.write_text("base: quickstart\nwhen:\n  evaluation.layouts=120: {seed: 6}\n")
+    assert load(str(file)).seed == 6
+
+
 def test_a_base_outside_the_package_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("base: [../../../etc/passwd]\n")

@@ -108,3 +108,27 @@ def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.A
         eps=config.eps,
         fused=config.fused,
     )
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What each parameter group was built with: everything but the parameters and the step's own learning rate."""
+    return [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups]
+
+
+def apply_settings(
+    optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LambdaLR, settings: list[dict[str, Any]]
+) -> None:
+    """Give a restored optimizer and schedule the settings of `settings_of` back, at the step where they stand.
+
+    Both are restored with the settings they were saved with, which would silently win over a changed configuration.
+    """
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
+    scheduler.base_lrs = [own["initial_lr"] for own in settings]
+    rates = [
+        base * factor(scheduler.last_epoch)
+        for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    ]
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    scheduler._last_lr = rates

@@ -8,7 +8,14 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from models.common import draws
-from models.common.optim import OptimizerConfig, ScheduleConfig, build_optimizer, from_options
+from models.common.optim import (
+    OptimizerConfig,
+    ScheduleConfig,
+    apply_settings,
+    build_optimizer,
+    from_options,
+    settings_of,
+)
 from models.gr00t_n17.flops import step_flops
 from models.gr00t_n17.grids import Grid
 from models.gr00t_n17.network import GR00TN17
@@ -51,6 +58,7 @@ class GR00TN17Module(LightningModule):
         self._loss_sum: Tensor | None = None
         self._last_shapes: tuple[int, int, tuple[Grid, ...], bool] | None = None
         self._flops: dict[tuple[int, int, tuple[Grid, ...], bool], int] = {}
+        self._settings: list[dict[str, Any]] = []
         self.train()
 
     def on_fit_start(self) -> None:
@@ -84,7 +92,14 @@ class GR00TN17Module(LightningModule):
     def configure_optimizers(self) -> dict[str, Any]:
         optimizer = build_optimizer(self.network, self.optimizer_config)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.schedule_config.factor(step))
+        self._settings = settings_of(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step", "frequency": 1}}
+
+    def on_train_start(self) -> None:
+        """A run that continues follows its configuration, not the one its checkpoint was saved with."""
+        for optimizer, schedule in zip(self.trainer.optimizers, self.trainer.lr_scheduler_configs, strict=True):
+            scheduler: Any = schedule.scheduler
+            apply_settings(optimizer, scheduler, self._settings)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the gradient norm before clipping, on steps whose metrics are written: it reads every gradient once."""

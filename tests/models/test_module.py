@@ -232,3 +232,21 @@ def test_policy_acts_in_eval_mode_and_is_deterministic_for_given_noise() -> None
     assert (again["action"] == actions["action"]).all()
     assert network.training
     assert network.action_head.model.training
+
+
+def test_a_continued_run_follows_its_own_learning_rate_from_the_first_step(tmp_path: Path) -> None:
+    first = make_module(max_steps=4, lr=1e-3)
+    config = first.network.config
+    checkpoint = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=4, save_top_k=-1)
+    fit(first, tmp_path / "a", 4, Steps(config), callbacks=[checkpoint], enable_checkpointing=True)
+    second = make_module(max_steps=8, lr=5e-3)
+    rates: list[float] = []
+    before_step = second.on_before_optimizer_step
+
+    def note(optimizer: torch.optim.Optimizer) -> None:
+        rates.append(optimizer.param_groups[0]["lr"])
+        before_step(optimizer)
+
+    second.on_before_optimizer_step = note  # type: ignore[method-assign]
+    fit(second, tmp_path / "b", 8, Steps(config, start=4), ckpt_path=str(tmp_path / "step=4.ckpt"))
+    assert rates == [5e-3 * second.schedule_config.factor(step) for step in range(4, 8)]

@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from models.common.optim import OptimizerConfig, ScheduleConfig, build_optimizer, decay_groups, from_options
+from models.common.optim import (
+    OptimizerConfig,
+    ScheduleConfig,
+    apply_settings,
+    build_optimizer,
+    decay_groups,
+    from_options,
+    settings_of,
+)
 from models.gr00t_n17.config import GR00TN17Config
 from models.gr00t_n17.network import GR00TN17
 
@@ -96,3 +104,29 @@ def test_a_step_at_rate_zero_changes_nothing() -> None:
         if expected == 0:
             assert torch.equal(layer.weight, before)
     assert not torch.equal(layer.weight, before)
+
+
+def test_a_restored_optimizer_follows_the_new_settings() -> None:
+    def build(lr: float, weight_decay: float, max_steps: int):
+        schedule = ScheduleConfig(max_steps=max_steps, warmup_steps=0)
+        config = OptimizerConfig(lr=lr, weight_decay=weight_decay, fused=False)
+        optimizer = build_optimizer(nn.Sequential(nn.Linear(2, 2)), config)
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor), schedule
+
+    old, old_schedule, _ = build(1e-3, 1e-2, 10)
+    for _ in range(10):
+        old.step()
+        old_schedule.step()
+    assert old.param_groups[0]["lr"] == 0.0
+    new, new_schedule, schedule = build(5e-3, 1e-4, 20)
+    settings = settings_of(new)
+    new.load_state_dict(old.state_dict())
+    new_schedule.load_state_dict(old_schedule.state_dict())
+    apply_settings(new, new_schedule, settings)
+    assert [group["weight_decay"] for group in new.param_groups] == [1e-4, 0.0]
+    assert new_schedule.last_epoch == 10
+    for step in (10, 11, 12):
+        assert [group["lr"] for group in new.param_groups] == [5e-3 * schedule.factor(step)] * 2
+        assert new_schedule.get_last_lr() == [5e-3 * schedule.factor(step)] * 2
+        new.step()
+        new_schedule.step()

@@ -7,7 +7,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from callbacks.run_record import RunRecord
 from callbacks.step_clock import StepClock
-from callbacks.window import Meter, gather
+from callbacks.window import Meter, Window, gather, joined
 
 
 class Metrics(Callback):
@@ -21,6 +21,7 @@ class Metrics(Callback):
         self.meters = meters
         self.record = record
         self.latest: dict[str, float] = {}
+        self._held: list[Window] = []  # recorded, not yet measured
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -30,21 +31,32 @@ class Metrics(Callback):
             # through the module, so that they share a row with what the module logs at this step
             pl_module.log_dict(self.flush(trainer, pl_module), on_step=True, on_epoch=False)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Record the steps a checkpoint holds before it is written: a run that continues from it has no gap."""
         if self.clock.steps:
+            self._held.append(self._record(trainer, pl_module))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.clock.steps or self._held:
             metrics = self.flush(trainer, pl_module)
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=trainer.global_step)
 
     def flush(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
-        """Measure what the clock holds; every rank must call it at the same step."""
-        window = gather(self.clock.drain(), pl_module.device)
+        """Measure the steps since the last call; every rank must call it at the same step."""
+        if self.clock.steps:
+            self._held.append(self._record(trainer, pl_module))
+        window, self._held = joined(self._held), []
         metrics: dict[str, float] = {}
         for meter in self.meters:
             metrics.update(meter.measure(window))
         if self.clock.first_batch_s is not None:
             metrics["time/first_batch_s"] = self.clock.first_batch_s
         self.latest = {"loss": sum(window.loss) / len(window), **metrics}
+        return metrics
+
+    def _record(self, trainer: Trainer, pl_module: LightningModule) -> Window:
+        window = gather(self.clock.drain(), pl_module.device)
         if trainer.is_global_zero:
             self.record.append(window)
-        return metrics
+        return window

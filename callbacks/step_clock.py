@@ -1,8 +1,8 @@
 """One clock for a run: how long each step took, and how much of it was waiting for the loader.
 
 Lightning brackets every fetch with a profiler action, on whatever loader is used. Listening there puts the clock
-exactly around the call it times, costs two clock reads, and never touches the device. Saving a checkpoint and
-validating are bracketed as well, so their time can be left out of the step they happen to fall into.
+exactly around the call it times, costs two clock reads, and never touches the device. Saving a checkpoint is bracketed
+too, and validation has hooks, so their time can be left out of the step they happen to fall into.
 """
 
 import time
@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import Profiler
 
 FETCH = "[_TrainingEpochLoop].train_dataloader_next"
-EXCLUDED = ("[Callback]ModelCheckpoint", "[Strategy]SingleDeviceStrategy.validation", "run_validation")
+EXCLUDED = "[Callback]ModelCheckpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,25 @@ class _Listener(Profiler):
         self.excluded_s = 0.0
         self._fetch_started = 0.0
         self._excluded_started = 0.0
+        self._excluded_depth = 0
+
+    def exclude(self) -> None:
+        """Leave the time until `include` out; pairs may be nested."""
+        if not self._excluded_depth:
+            self._excluded_started = time.perf_counter()
+        self._excluded_depth += 1
+
+    def include(self) -> None:
+        """Count time again."""
+        self._excluded_depth -= 1
+        if not self._excluded_depth:
+            self.excluded_s += time.perf_counter() - self._excluded_started
 
     def start(self, action_name: str) -> None:
         if action_name == FETCH:
             self._fetch_started = time.perf_counter()
         elif action_name.startswith(EXCLUDED):
-            self._excluded_started = time.perf_counter()
+            self.exclude()
         self.inner.start(action_name)
 
     def stop(self, action_name: str) -> None:
@@ -56,7 +69,7 @@ class _Listener(Profiler):
         if action_name == FETCH:
             self.fetch_s.append(time.perf_counter() - self._fetch_started)
         elif action_name.startswith(EXCLUDED):
-            self.excluded_s += time.perf_counter() - self._excluded_started
+            self.include()
 
     def summary(self) -> str:
         return self.inner.summary()
@@ -152,6 +165,14 @@ class StepClock(Callback):
         self._step_before = trainer.global_step
         self._wait_s, self._samples, self._flops = 0.0, 0, 0
         self._losses = []
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._listener is not None:
+            self._listener.exclude()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._listener is not None:
+            self._listener.include()
 
     def drain(self) -> list[Step]:
         """The steps finished since the last call."""

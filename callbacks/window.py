@@ -1,7 +1,7 @@
 """The steps of one logging interval, from all ranks: what every meter reads."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import torch
@@ -35,6 +35,15 @@ class Meter(Protocol):
     """Turns a window into metrics; names as documented in the user guide."""
 
     def measure(self, window: Window) -> dict[str, float]: ...
+
+
+def joined(windows: Sequence[Window]) -> Window:
+    """Windows that follow each other as one."""
+    columns = [field.name for field in fields(Window) if field.name != "world_size"]
+    return Window(
+        **{name: [value for window in windows for value in getattr(window, name)] for name in columns},
+        world_size=windows[-1].world_size,
+    )
 
 
 def gather(steps: Sequence[Step], device: torch.device) -> Window:

@@ -1,7 +1,6 @@
 """Which packets give which frame of a video object: the group of pictures (GOP), unit of fetching and decoding."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -142,8 +141,3 @@ class ObjectIndex:
         body = memoryview(store.read_range(self.key, begin, max(ends)))
         parts = [body[end - size : end] for end, size in zip(ends, sizes, strict=True)]
         return parts, self._table.pts[packets].tolist()
-
-
-def gop_numbers(index: ObjectIndex, frames: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-    """GOP number of many frames of one object: frames with equal numbers come out of the same packets."""
-    return np.searchsorted(index.first_frames, np.asarray(frames, np.int64), side="right") - 1

@@ -45,11 +45,6 @@ class CodecRecord:
     height: int
     timescale: int
 
-    @property
-    def codec(self) -> str:
-        """Same as `name`; the decoder asks for it under this word."""
-        return self.name
-
 
 @dataclass(frozen=True, kw_only=True)
 class PacketTable:

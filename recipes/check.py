@@ -6,6 +6,7 @@ Nothing here touches a process group or a device, and no video is read; a datase
 import dataclasses
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from recipes.load import RecipeError, examine, find
@@ -70,6 +71,7 @@ def _values(recipe: Recipe) -> list[str]:
         "data.ring_batches": recipe.data.ring_batches,
         "model.flow_draws": recipe.model.flow_draws,
         "optimizer.lr": recipe.optimizer.lr,
+        "optimizer.eps": recipe.optimizer.eps,
     }
     if recipe.evaluation is not None:
         positive["evaluation.layouts"] = recipe.evaluation.layouts
@@ -90,6 +92,12 @@ def _values(recipe: Recipe) -> list[str]:
         problems.append(f"checkpoint.keep: {recipe.checkpoint.keep} keeps nothing; give 1 or more, or -1 for all")
     if not 0 <= recipe.schedule.warmup_ratio < 1:
         problems.append(f"schedule.warmup_ratio: {recipe.schedule.warmup_ratio} is not in [0, 1)")
+    if any(not 0 <= beta < 1 for beta in recipe.optimizer.betas):
+        problems.append(f"optimizer.betas: {list(recipe.optimizer.betas)} are not both in [0, 1)")
+    if recipe.optimizer.weight_decay < 0:
+        problems.append(f"optimizer.weight_decay: {recipe.optimizer.weight_decay} is negative")
+    if recipe.run.stage == "grounding" and (recipe.data.batch_size is None or recipe.data.batch_size % 2):
+        problems.append(f"data.batch_size: {recipe.data.batch_size} of a grounding stage must be even")
     warmup = recipe.schedule.warmup_steps
     if warmup is not None and not 0 <= warmup < recipe.trainer.max_steps:
         problems.append(f"schedule.warmup_steps: {warmup} is not below trainer.max_steps = {recipe.trainer.max_steps}")
@@ -121,11 +129,11 @@ def _batch(recipe: Recipe, ranks: int) -> list[str]:
 def _model(recipe: Recipe) -> list[str]:
     from recipes.build import model_config  # reads names only: the model's config class needs no torch
 
+    problems = [*_idle_keys(recipe), *_weights(recipe)]
     try:
         config = model_config(recipe)
     except (TypeError, ValueError) as error:
-        return [f"model.config: {line}" for line in str(error).splitlines()]
-    problems = []
+        return [*problems, *(f"model.config: {line}" for line in str(error).splitlines())]
     if recipe.data.horizon > config.action_horizon:
         problems.append(
             f"data.horizon: {recipe.data.horizon} is more than the model's action_horizon = {config.action_horizon}"
@@ -136,6 +144,29 @@ def _model(recipe: Recipe) -> list[str]:
             f"allowed: 0 to {config.max_num_embodiments - 1}"
         )
     return problems + _processor(recipe)
+
+
+def _idle_keys(recipe: Recipe) -> list[str]:
+    """Fields of a checkpoint's config that change nothing here; the processor has some under the same name."""
+    from models.gr00t_n17.config import KEPT_ONLY
+    from models.gr00t_n17.processor import ProcessorConfig
+
+    own = {field.name for field in dataclasses.fields(ProcessorConfig)}
+    return [
+        f"model.config.{key}: has no effect" + (f"; give model.processor.{key}" if key in own else "")
+        for key in recipe.model.config
+        if key in KEPT_ONLY
+    ]
+
+
+def _weights(recipe: Recipe) -> list[str]:
+    """Paths that do not exist; whether a hub id does is known when it is fetched."""
+    given = {"weights": recipe.model.weights, "backbone_weights": recipe.model.backbone_weights}
+    return [
+        f"model.{key}: {path!r} does not exist"
+        for key, path in given.items()
+        if path is not None and (path.startswith((".", "/", "~")) or path.count("/") != 1) and not Path(path).exists()
+    ]
 
 
 def _processor(recipe: Recipe) -> list[str]:

@@ -73,17 +73,17 @@ class RunFolder:
 
     def latest_checkpoint(self) -> tuple[Path, int] | None:
         """Newest complete checkpoint and its step; files still being written have another name."""
-        found = []
-        if self.checkpoints.is_dir():
-            found = [
-                (int(match[1]), file)
-                for file in self.checkpoints.iterdir()
-                if (match := _CHECKPOINT.fullmatch(file.name))
-            ]
-        if not found:
-            return None
-        step, path = max(found)
-        return path, step
+        found = self._stored()
+        return (found[-1][1], found[-1][0]) if found else None
+
+    def prune(self, keep: int) -> None:
+        """Delete all but the newest `keep` checkpoints; -1 keeps all. Lightning counts only those it wrote itself."""
+        for _, file in self._stored()[:-keep] if keep > 0 else []:
+            file.unlink(missing_ok=True)
+
+    def _stored(self) -> list[tuple[int, Path]]:
+        files = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
+        return sorted((int(match[1]), file) for file in files if (match := _CHECKPOINT.fullmatch(file.name)))
 
     def checkpoint_path(self, step: int) -> Path:
         """Where the checkpoint of a step goes; the name sorts by step."""
@@ -91,9 +91,11 @@ class RunFolder:
 
     def create(self, recipe: Recipe) -> None:
         """Make the folder and store the recipe in it, resolved, as JSON for programs and YAML for people."""
+        from callbacks.run_record import write_atomically  # needs torch, which `show` must not wait for
+
         self.checkpoints.mkdir(parents=True, exist_ok=True)
-        (self.path / RECIPE_FILE).write_text(json.dumps(to_dict(recipe), indent=2) + "\n")
-        (self.path / "recipe.yaml").write_text(to_yaml(recipe))
+        write_atomically(self.path / RECIPE_FILE, json.dumps(to_dict(recipe), indent=2) + "\n")
+        write_atomically(self.path / "recipe.yaml", to_yaml(recipe))
 
     def drift(self, recipe: Recipe) -> list[str]:
         """What differs from the recipe this folder was started with, one line per key that is not free to change."""

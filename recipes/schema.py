@@ -51,7 +51,8 @@ class DataConfig:
     batch_size: int | None = None
     """Samples per rank. Give this or `global_batch_size`."""
     global_batch_size: int | None = None
-    """Samples per step over all ranks; must be divisible by their number."""
+    """Samples of a micro-batch over all ranks, divisible by their number. A step takes
+    `trainer.accumulate_grad_batches` of them."""
     cameras: tuple[str, ...] | None = None
     """Video features the policy sees, in this order; null means all of the dataset."""
     state: tuple[str, ...] = ("observation.state",)
@@ -172,7 +173,7 @@ class Recipe:
     data: DataConfig
     trainer: TrainerConfig
     seed: int = 0
-    precision: Literal["32-true", "bf16-mixed", "bf16-true"] = "32-true"
+    precision: Literal["32-true", "bf16-mixed"] = "32-true"
     logger: Literal["csv", "wandb"] = "csv"
     """CSV files are always written; `wandb` adds a Weights & Biases run."""
     model: ModelConfig = field(default_factory=ModelConfig)

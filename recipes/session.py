@@ -20,6 +20,7 @@ from callbacks.run_record import RunRecord
 from callbacks.step_clock import StepClock
 from callbacks.throughput import Throughput
 from recipes.check import world_size
+from recipes.checkpoint_io import AtomicCheckpointIO
 from recipes.load import to_dict
 from recipes.run_folder import RunFolder
 from recipes.schema import Recipe
@@ -118,8 +119,11 @@ class Session:
 
     def _save(self, trainer: Trainer) -> None:
         path = self.folder.checkpoint_path(trainer.global_step)
-        if not path.exists():
+        # Saving is a collective: rank 0 decides for all, or a slow rank could already find the file of a fast one.
+        if not trainer.strategy.broadcast(path.exists()):
             trainer.save_checkpoint(path)
+        if trainer.is_global_zero:
+            self.folder.prune(self.recipe.checkpoint.keep)
 
     def _checkpoints(self) -> ModelCheckpoint:
         keep = self.recipe.checkpoint.keep
@@ -151,6 +155,7 @@ class Session:
             profiler=recipe.trainer.profiler,
             logger=self._loggers(),
             callbacks=callbacks,
+            plugins=[AtomicCheckpointIO()],
             enable_checkpointing=bool(callbacks),
             enable_progress_bar=False,
             enable_model_summary=False,

@@ -5,6 +5,7 @@ contrast truncate, saturation rounds, and the hue is turned on OpenCV's 180-step
 those libraries: equal but for one level in about one hue-turned value of 10,000.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -24,10 +25,17 @@ class JitterDraws(NamedTuple):
 
 def draw_jitter(seed: int, positions: Tensor, strength: tuple[float, float, float, float]) -> JitterDraws:
     """Factors uniform in [max(0, 1 - s), 1 + s] for brightness, contrast, saturation; hue in [-s, s]; random order."""
-    low = torch.tensor([max(0.0, 1.0 - value) for value in strength[:3]] + [-strength[3]], device=positions.device)
-    high = torch.tensor([1.0 + value for value in strength[:3]] + [strength[3]], device=positions.device)
+    low, high = _ranges(tuple(strength), positions.device)
     u = draws.uniform(seed, "color_jitter.factor", positions, (4,))
     return JitterDraws(low + u * (high - low), draws.permutation(seed, "color_jitter.order", positions, 4))
+
+
+@functools.lru_cache(maxsize=16)
+def _ranges(strength: tuple[float, float, float, float], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Lowest and highest factors [4]; kept, because a copy of host values to a device waits for it."""
+    low = torch.tensor([max(0.0, 1.0 - value) for value in strength[:3]] + [-strength[3]], device=device)
+    high = torch.tensor([1.0 + value for value in strength[:3]] + [strength[3]], device=device)
+    return low, high
 
 
 def color_jitter(images: Tensor, jitter: JitterDraws) -> Tensor:

@@ -12,6 +12,22 @@ from models.gr00t_n17 import config_check
 
 logger = logging.getLogger(__name__)
 
+# Keys that are kept for a checkpoint and change nothing here; see `GR00TN17Config`.
+KEPT_ONLY = (
+    "model_dtype",
+    "use_flash_attention",
+    "load_bf16",
+    "shortest_image_edge",
+    "crop_fraction",
+    "image_crop_size",
+    "image_target_size",
+    "formalize_language",
+    "apply_sincos_state_encoding",
+    "use_percentiles",
+    "use_mean_std",
+    "use_relative_action",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TextConfig:

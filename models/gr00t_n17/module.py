@@ -151,7 +151,8 @@ class GR00TN17Module(LightningModule):
         if self._writes_metrics():
             mean = self.trainer.strategy.reduce(mean, reduce_op="mean")
         self.log("train/loss", mean, on_step=True, on_epoch=False, prog_bar=True, batch_size=batch_size)
-        rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+        # a tensor on the CPU: Lightning would copy a plain number to the device, which waits for it in every step
+        rate = torch.tensor(self.trainer.optimizers[0].param_groups[0]["lr"])
         self.log("train/lr", rate, on_step=True, on_epoch=False, batch_size=batch_size)
 
     def _writes_metrics(self) -> bool:

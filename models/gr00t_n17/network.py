@@ -93,12 +93,15 @@ class ActionHead(nn.Module):
         state, action, action_mask = state.to(dtype), action.to(dtype), action_mask.to(dtype)
         embodiment_id = shared_category(embodiment_id)
         context = self.vl_self_attention(self.vlln(features))
+        # Dropout of the state is drawn before the noise, as upstream does: both may come from the same generator.
+        drawn = noise if noise is not None else time
+        draws = 1 if drawn is None else len(drawn) // batch
+        state_token = self._encode_state(state, embodiment_id, draws)
         if noise is None:
             noise = torch.randn_like(action) if time is None else self._randn(len(time), action)
         if time is None:
             c = self.config
             time = flow_matching.beta_times(len(noise), c.noise_beta_alpha, c.noise_beta_beta, c.noise_s)
-        draws = len(noise) // batch
         if noise.shape[1:] != action.shape[1:] or len(noise) != draws * batch or time.shape != noise.shape[:1]:
             raise ValueError(
                 f"noise {tuple(noise.shape)} and time {tuple(time.shape)} must be [K * {batch}, "
@@ -110,7 +113,6 @@ class ActionHead(nn.Module):
         action, action_mask = (t.repeat_interleave(draws, dim=0) for t in (action, action_mask))
         noisy = flow_matching.interpolate(noise, action, time)
         bucket = flow_matching.time_bucket(time, self.config.num_timestep_buckets)
-        state_token = self._encode_state(state, embodiment_id, draws)
         velocity = self._velocity(noisy, bucket, state_token, context, attention_mask, image_mask, embodiment_id)
         return flow_matching.masked_mean_square(velocity, action - noise, action_mask)
 

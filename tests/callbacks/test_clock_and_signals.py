@@ -14,6 +14,7 @@ from callbacks.metrics import Metrics
 from callbacks.preemption import Preemption
 from callbacks.run_record import RunRecord
 from callbacks.step_clock import StepClock
+from callbacks.window import Window
 
 SLOW_S = 0.03
 
@@ -83,6 +84,60 @@ def test_every_step_is_recorded_once(tmp_path: Path) -> None:
     record.resume_at(0)
     run([clock, Metrics(clock, [], record)], tmp_path, max_steps=7, log_every_n_steps=3)
     assert [row["step"] for row in record.rows()] == list(range(1, 8))
+
+
+class Save(Callback):
+    """Writes a checkpoint at one step, between two logging intervals, and looks at what is on disk then."""
+
+    def __init__(self, record: RunRecord, step: int) -> None:
+        self.record = record
+        self.step = step
+        self.on_disk: list[int] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *rest: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.record.folder / "at.ckpt")
+            self.on_disk = [int(row["step"]) for row in self.record.rows()]
+
+
+class Count:
+    """Meter that remembers which steps each of its windows held."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = []
+
+    def measure(self, window: Window) -> dict[str, float]:
+        self.seen.append(window.index)
+        return {}
+
+
+def test_the_steps_of_a_checkpoint_are_on_disk_before_it(tmp_path: Path) -> None:
+    clock, record, meter = StepClock(time.perf_counter()), RunRecord(tmp_path), Count()
+    record.resume_at(0)
+    saver = Save(record, step=5)
+    run([clock, Metrics(clock, [meter], record), saver], tmp_path, max_steps=7, log_every_n_steps=3)
+    assert saver.on_disk == [1, 2, 3, 4, 5]
+    assert meter.seen == [[1, 2, 3], [4, 5, 6], [7]]
+    assert [row["step"] for row in record.rows()] == list(range(1, 8))
+
+
+def test_checkpoints_and_validation_are_left_out_of_the_step(tmp_path: Path) -> None:
+    clock = StepClock(time.perf_counter())
+    clock.setup(Trainer(logger=False, accelerator="cpu"), Line(), "fit")
+    listener = clock._listener
+    assert listener is not None
+    begin = time.perf_counter()
+    listener.start("[Callback]ModelCheckpoint{}.on_train_batch_end")
+    time.sleep(SLOW_S)
+    listener.start("[Callback]ModelCheckpoint{}.on_save_checkpoint")  # nested: counted once, and the time before kept
+    listener.stop("[Callback]ModelCheckpoint{}.on_save_checkpoint")
+    listener.stop("[Callback]ModelCheckpoint{}.on_train_batch_end")
+    assert SLOW_S <= listener.excluded_s <= time.perf_counter() - begin
+    saved = listener.excluded_s
+    clock.on_validation_start(None, None)  # type: ignore[arg-type]
+    time.sleep(SLOW_S)
+    clock.on_validation_end(None, None)  # type: ignore[arg-type]
+    assert listener.excluded_s >= saved + SLOW_S
 
 
 class Kill(Callback):

@@ -21,7 +21,8 @@ from recipes.run_folder import RunFolder
 from recipes.stages import make_dataset
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS, EVERY = 40, 8
+STEPS, EVERY = 24, 6
+LR = 1e-4
 TIMEOUT_S = 240
 DOCUMENTED = {
     "epoch", "step", "train/loss", "train/lr", "train/grad_norm", "time/step_s", "time/data_wait_s",
@@ -54,9 +55,7 @@ def options(where: Path, name: str, *more: str) -> list[str]:
         "data.global_batch_size=8",
         f"trainer.max_steps={STEPS}",
         "schedule.warmup_steps=4",
-        # The stock rate. Attention's key biases have a true gradient of zero, so Adam walks them along rounding noise,
-        # at most one learning rate a step: the only weights that differ between one rank and two.
-        "optimizer.lr=1e-4",
+        f"optimizer.lr={LR}",
         f"checkpoint.every_n_steps={EVERY}",
         "checkpoint.keep=-1",
         "trainer.log_every_n_steps=1",
@@ -85,11 +84,12 @@ def run(where: Path, name: str, *more: str, ranks: int = 1) -> str:
     return done.stderr + done.stdout
 
 
-def run_until(where: Path, name: str, step: int, number: int) -> int:
+def run_until(where: Path, name: str, step: int, number: int, ranks: int = 1) -> int:
     """Start a run, send it a signal once `step` is recorded, and give its exit code."""
     process = subprocess.Popen(
-        command(where, name), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+        command(where, name, ranks=ranks), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
     try:
         record, end = RunRecord(where / name), time.monotonic() + TIMEOUT_S
         while len(record.rows()) < step:
@@ -123,7 +123,10 @@ def assert_close(one: Path, other: Path) -> None:
     assert losses(other) == pytest.approx(losses(one), rel=1e-5, abs=1e-6)
     reference = weights(one)
     for name, value in weights(other).items():
-        torch.testing.assert_close(value, reference[name], rtol=1e-5, atol=1e-5)
+        # A constant added to all keys of an attention changes nothing, so the gradient of a key bias is zero but for
+        # rounding, and Adam makes steps of up to one learning rate out of the rounding. All else agrees to 1e-5.
+        walks = name.endswith(("to_k.bias", "qkv.bias"))
+        torch.testing.assert_close(value, reference[name], rtol=1e-5, atol=STEPS * LR if walks else 1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -158,13 +161,20 @@ def test_two_ranks_see_what_one_process_sees_and_write_one_wandb_run(world: Path
 
 
 def test_a_stopped_run_continues_at_the_next_sample(world: Path, uninterrupted: Path) -> None:
-    assert run_until(world, "stopped", 11, signal.SIGTERM) == 128 + signal.SIGTERM
+    assert run_until(world, "stopped", EVERY + 2, signal.SIGTERM) == 128 + signal.SIGTERM
     stopped_at = (RunFolder(world / "stopped").latest_checkpoint() or (None, 0))[1]
-    assert 11 <= stopped_at < STEPS
+    assert EVERY + 2 <= stopped_at < STEPS
     assert "continuing from step" in run(world, "stopped")
     assert losses(world / "stopped") == losses(uninterrupted)
     assert summary(world / "stopped")["weights_digest"] == summary(uninterrupted)["weights_digest"]
     assert summary(world / "stopped")["samples_seen"] == STEPS * 8
+
+
+def test_ranks_that_are_stopped_save_the_same_step_and_leave(world: Path, uninterrupted: Path) -> None:
+    assert run_until(world, "stopped-ranks", 11, signal.SIGTERM, ranks=2) != 0
+    assert 11 <= (RunFolder(world / "stopped-ranks").latest_checkpoint() or (None, 0))[1] < STEPS
+    run(world, "stopped-ranks")
+    assert_close(uninterrupted, world / "stopped-ranks")
 
 
 @pytest.mark.parametrize(("ranks", "equal"), [(1, "bitwise"), (2, "close")], ids=["on one rank", "on two ranks"])
@@ -183,7 +193,7 @@ def test_a_killed_run_continues_from_its_last_checkpoint(
 @pytest.fixture(scope="module")
 def killed(world: Path) -> Callable[[str], Path]:
     """Copies of the folder of a run that was killed between two checkpoints."""
-    assert run_until(world, "killed", EVERY + 3, signal.SIGKILL) == -signal.SIGKILL
+    assert run_until(world, "killed", EVERY + 2, signal.SIGKILL) == -signal.SIGKILL
     assert (RunFolder(world / "killed").latest_checkpoint() or (None, 0))[1] >= EVERY
 
     def copy(name: str) -> Path:

@@ -125,6 +125,17 @@ def test_loss_falls_and_numbers_are_logged(tmp_path: Path) -> None:
     assert module.step_flops == counted.training_total
 
 
+def test_every_step_logs_tensors_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning copies a plain number to the device, and that copy waits for the device in every step."""
+    module = make_module(max_steps=2)
+    logged: dict[str, Any] = {}
+    monkeypatch.setattr(module, "log", lambda name, value, **options: logged.update({name: value}))
+    fit(module, tmp_path, 2, Steps(module.network.config, fixed=True))
+    assert {"train/loss", "train/lr"} <= logged.keys()
+    assert all(isinstance(value, Tensor) for value in logged.values())
+    assert logged["train/lr"].device.type == "cpu"
+
+
 def test_noise_and_time_follow_position_and_draw() -> None:
     module = make_module(flow_draws=2)
     config = module.network.config
@@ -250,3 +261,11 @@ def test_a_continued_run_follows_its_own_learning_rate_from_the_first_step(tmp_p
     second.on_before_optimizer_step = note  # type: ignore[method-assign]
     fit(second, tmp_path / "b", 8, Steps(config, start=4), ckpt_path=str(tmp_path / "step=4.ckpt"))
     assert rates == [5e-3 * second.schedule_config.factor(step) for step in range(4, 8)]
+
+
+def test_gradients_are_clipped_in_mixed_precision(tmp_path: Path) -> None:
+    module = make_module(max_steps=2)
+    before = weights_digest(module.network.state_dict())
+    steps = Steps(module.network.config)
+    fit(module, tmp_path, 2, steps, precision="bf16-mixed", gradient_clip_val=1.0)
+    assert weights_digest(module.network.state_dict()) != before

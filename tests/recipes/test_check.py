@@ -94,6 +94,12 @@ def test_one_batch_key_only(dataset: Path, tmp_path: Path) -> None:
         ("checkpoint.keep=0", "checkpoint.keep"),
         ("run.first=nothing", "run.first"),
         ("trainer.max_steps=0", "trainer.max_steps"),
+        ("model.config={crop_fraction: 0.9}", "model.config.crop_fraction: has no effect; give model.processor.crop"),
+        ("model.config={load_bf16: true}", "model.config.load_bf16: has no effect"),
+        ("model.weights=/nowhere/released", "model.weights: '/nowhere/released' does not exist"),
+        ("optimizer.betas=[0.9, 1.0]", "optimizer.betas"),
+        ("optimizer.weight_decay=-1.0", "optimizer.weight_decay"),
+        ("precision=bf16-true", "precision: 'bf16-true' is not one of"),
     ],
 )
 def test_each_problem_names_its_key(dataset: Path, tmp_path: Path, override: str, expected: str) -> None:

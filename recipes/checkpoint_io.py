@@ -1,0 +1,32 @@
+"""Checkpoints are written beside their final name and renamed, so a kill or a full disk never leaves half of one."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Lightning's own goes through the system's temporary folder: from another file system the last move is a copy,
+    which a kill cuts short under the final name. It also holds the whole file in memory first.
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        if storage_options is not None:
+            raise TypeError("storage_options are not supported; checkpoints go to a local folder")
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # One name for all: what a killed run left behind is overwritten by the next checkpoint.
+        temporary = path.with_name(".writing.ckpt")
+        try:
+            with temporary.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)

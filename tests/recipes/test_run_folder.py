@@ -1,0 +1,61 @@
+"""What a run leaves on disk: whole checkpoints, the newest only, and a W&B run that the environment can redirect."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from recipes.checkpoint_io import AtomicCheckpointIO
+from recipes.load import load, to_dict
+from recipes.run_folder import RunFolder
+from recipes.wandb_run import wandb_logger
+
+
+class Unwritable:
+    def __reduce__(self) -> str:
+        raise OSError("disk full")
+
+
+def test_a_checkpoint_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    folder, io = RunFolder(tmp_path), AtomicCheckpointIO()
+    io.save_checkpoint({"weights": torch.ones(3)}, folder.checkpoint_path(8))
+    assert torch.load(folder.checkpoint_path(8), weights_only=True)["weights"].tolist() == [1, 1, 1]
+    with pytest.raises(OSError, match="disk full"):
+        io.save_checkpoint({"weights": torch.ones(3), "more": Unwritable()}, folder.checkpoint_path(16))
+    assert folder.latest_checkpoint() == (folder.checkpoint_path(8), 8)
+    assert [file.name for file in folder.checkpoints.iterdir()] == ["step-00000008.ckpt"]
+
+
+def test_half_a_checkpoint_of_a_killed_run_is_not_taken(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    AtomicCheckpointIO().save_checkpoint({}, folder.checkpoint_path(8))
+    (folder.checkpoints / ".writing.ckpt").write_bytes(b"half")
+    assert folder.latest_checkpoint() == (folder.checkpoint_path(8), 8)
+    AtomicCheckpointIO().save_checkpoint({}, folder.checkpoint_path(16))
+    assert len(list(folder.checkpoints.iterdir())) == 2
+
+
+@pytest.mark.parametrize(("keep", "left"), [(2, [7, 10]), (1, [10]), (9, [3, 7, 10]), (-1, [3, 7, 10])])
+def test_only_the_newest_are_kept(tmp_path: Path, keep: int, left: list[int]) -> None:
+    folder = RunFolder(tmp_path)
+    folder.checkpoints.mkdir()
+    for step in (10, 3, 7):
+        folder.checkpoint_path(step).touch()
+    folder.prune(keep)
+    assert sorted(file.name for file in folder.checkpoints.iterdir()) == [f"step-{step:08d}.ckpt" for step in left]
+
+
+def test_wandb_variables_win_over_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("WANDB_PROJECT", "WANDB_NAME", "WANDB_DIR", "WANDB_RUN_ID", "WANDB_TAGS", "RANK"):
+        monkeypatch.delenv(variable, raising=False)
+    recipe = load("quickstart", ["wandb.project=mine", "wandb.tags=[a]"])
+    plain = wandb_logger(recipe, RunFolder(tmp_path), to_dict(recipe))._wandb_init
+    assert (plain["project"], plain["name"], plain["dir"]) == ("mine", recipe.run.name, str(tmp_path))
+    assert plain["tags"] == ["a"]
+    again = wandb_logger(recipe, RunFolder(tmp_path), to_dict(recipe))._wandb_init
+    assert again["id"] == plain["id"]  # a run that continues is the same run
+    monkeypatch.setenv("WANDB_PROJECT", "theirs")
+    monkeypatch.setenv("WANDB_RUN_ID", "abc")
+    monkeypatch.setenv("WANDB_TAGS", "b")
+    changed = wandb_logger(recipe, RunFolder(tmp_path), to_dict(recipe))._wandb_init
+    assert (changed["project"], changed["id"], changed["tags"]) == ("theirs", "abc", None)

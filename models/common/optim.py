@@ -101,13 +101,24 @@ def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.A
         {"params": list(decay.values()), "weight_decay": config.weight_decay},
         {"params": list(no_decay.values()), "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
+    return adamw(
         [group for group in groups if group["params"]],
         lr=config.lr,
         betas=config.betas,
         eps=config.eps,
         fused=config.fused,
     )
+
+
+def adamw(parameters: Any, **options: Any) -> torch.optim.AdamW:
+    """AdamW whose gradients may be clipped, fused or not.
+
+    The fused one can undo a gradient scaler's scaling, and Lightning refuses to clip what may still be scaled. Only
+    float16 needs a scaler; 32-true and bf16-mixed have none.
+    """
+    optimizer = torch.optim.AdamW(parameters, **options)
+    optimizer._step_supports_amp_scaling = False
+    return optimizer
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

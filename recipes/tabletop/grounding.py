@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from models.common.optim import adamw
 from recipes.tabletop.render import CAMERAS, render
 from recipes.tabletop.world import ACTION_NAMES, STATE_NAMES, Floats, Layouts, Scene, draw_layouts, instruction
 
@@ -175,7 +176,7 @@ class GroundingModule(pl.LightningModule):
             done = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
             return 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
 
-        optimizer = torch.optim.AdamW(
+        optimizer = adamw(
             [parameter for parameter in self.parameters() if parameter.requires_grad],
             lr=settings.lr,
             weight_decay=settings.weight_decay,

@@ -171,8 +171,8 @@ def test_a_stopped_run_continues_at_the_next_sample(world: Path, uninterrupted: 
 
 
 def test_ranks_that_are_stopped_save_the_same_step_and_leave(world: Path, uninterrupted: Path) -> None:
-    assert run_until(world, "stopped-ranks", 11, signal.SIGTERM, ranks=2) != 0
-    assert 11 <= (RunFolder(world / "stopped-ranks").latest_checkpoint() or (None, 0))[1] < STEPS
+    assert run_until(world, "stopped-ranks", EVERY + 2, signal.SIGTERM, ranks=2) != 0
+    assert EVERY + 2 <= (RunFolder(world / "stopped-ranks").latest_checkpoint() or (None, 0))[1] < STEPS
     run(world, "stopped-ranks")
     assert_close(uninterrupted, world / "stopped-ranks")
 

@@ -119,7 +119,8 @@ def _eval(arguments: argparse.Namespace, started_at: float) -> int:
     try:
         print(json.dumps(evaluate_run(arguments.run), indent=2))
     except ValueError as error:
-        raise RecipeError([str(error)]) from error
+        print(error, file=sys.stderr)
+        return 2
     return 0
 
 

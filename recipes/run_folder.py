@@ -1,15 +1,23 @@
 """The folder of a run: the recipe it was started with, its checkpoints, and what may change when it continues."""
 
+import fcntl
 import json
+import logging
+import os
 import re
+import socket
+import zipfile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from recipes.load import diff, to_dict, to_yaml
+from recipes.load import RecipeError, diff, to_dict, to_yaml
 from recipes.schema import Recipe
+
+logger = logging.getLogger(__name__)
 
 RECIPE_FILE = "recipe.json"
 SUMMARY_FILE = "summary.json"
+LOCK_FILE = ".lock"
 _CHECKPOINT = re.compile(r"step-(\d+)\.ckpt")
 
 # Keys that do not change what is computed from a given position on, or that only say how long and how it is watched.
@@ -45,6 +53,7 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
+        self._lock: IO[str] | None = None
 
     @property
     def summary(self) -> dict[str, Any] | None:
@@ -72,9 +81,39 @@ class RunFolder:
         return values
 
     def latest_checkpoint(self) -> tuple[Path, int] | None:
-        """Newest complete checkpoint and its step; files still being written have another name."""
-        found = self._stored()
-        return (found[-1][1], found[-1][0]) if found else None
+        """Newest whole checkpoint and its step; files still being written have another name."""
+        return next(((file, step) for step, file in reversed(self._stored()) if zipfile.is_zipfile(file)), None)
+
+    def set_damaged_aside(self) -> None:
+        """Rename checkpoints that were cut short, so that their step can be saved again and nothing is deleted."""
+        for _, file in self._stored():
+            if not zipfile.is_zipfile(file):  # its directory stands at the end, so a part of the file has none
+                aside = file.rename(file.with_name(f"{file.name}.damaged"))
+                logger.warning("checkpoint %s is not whole: kept as %s, not used", file, aside.name)
+
+    def claim(self) -> None:
+        """Hold the folder for this process, until it ends in whatever way.
+
+        Raises:
+            RecipeError: another process holds it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        file = (self.path / LOCK_FILE).open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            holder = file.read().strip()
+            file.close()
+            message = f"run.dir: {self.path} is in use by {holder or 'another process'}; wait, or give another run.dir"
+            raise RecipeError([message]) from error
+        except OSError as error:  # some network file systems have no locks
+            logger.warning("%s cannot be locked (%s); do not start the same run twice", self.path, error.strerror)
+        else:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+        self._lock = file
 
     def prune(self, keep: int) -> None:
         """Delete all but the newest `keep` checkpoints; -1 keeps all. Lightning counts only those it wrote itself."""

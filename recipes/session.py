@@ -57,6 +57,8 @@ class Session:
         self.folder = folder
         self.clock = clock
         self.record = RunRecord(folder.path)
+        if resumable and os.environ.get("RANK", "0") == "0":
+            folder.set_damaged_aside()
         self.checkpoint = folder.latest_checkpoint() if resumable else None
         self.data_wait = DataWait()
         self.throughput = Throughput(samples_per_epoch)

@@ -36,6 +36,9 @@ def train(recipe: Recipe, started_at: float) -> tuple[dict[str, Any] | None, int
         (summary, 0), or (None, 128 + signal) when a signal stopped the run; ranks other than 0 have no summary.
     """
     set_torch_threads(recipe.run.torch_threads)
+    folder = RunFolder(recipe.run.dir)
+    if _is_rank_zero():
+        folder.claim()
     if recipe.run.stage == "grounding":
         make_dataset(recipe)
         return train_grounding(recipe, started_at), 0
@@ -50,7 +53,6 @@ def train(recipe: Recipe, started_at: float) -> tuple[dict[str, Any] | None, int
     dataset = build_dataset(recipe)
     processor = build_processor(recipe, dataset)
     network = build_network(started)
-    folder = RunFolder(recipe.run.dir)
     if _is_rank_zero():
         _report_changes(folder, recipe)
         folder.create(recipe)
@@ -73,6 +75,13 @@ def train(recipe: Recipe, started_at: float) -> tuple[dict[str, Any] | None, int
         dataset.close()
         return None, 128 + session.stopped_by
     session.save_final()
+    if session.trainer.global_step < recipe.trainer.max_steps:
+        logger.warning(
+            "trainer.max_time = %s is used up at step %d of %d; give more to train on",
+            recipe.trainer.max_time,
+            session.trainer.global_step,
+            recipe.trainer.max_steps,
+        )
     if not _is_rank_zero():
         dataset.close()
         return None, 0

@@ -1,12 +1,14 @@
 """What a run leaves on disk: whole checkpoints, the newest only, and a W&B run that the environment can redirect."""
 
+import gc
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from recipes.checkpoint_io import AtomicCheckpointIO
-from recipes.load import load, to_dict
+from recipes.load import RecipeError, load, to_dict
 from recipes.run_folder import RunFolder
 from recipes.wandb_run import wandb_logger
 
@@ -59,3 +61,31 @@ def test_wandb_variables_win_over_the_recipe(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("WANDB_TAGS", "b")
     changed = wandb_logger(recipe, RunFolder(tmp_path), to_dict(recipe))._wandb_init
     assert (changed["project"], changed["id"], changed["tags"]) == ("theirs", "abc", None)
+
+
+def test_a_damaged_checkpoint_is_kept_aside_and_the_one_before_is_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, io = RunFolder(tmp_path), AtomicCheckpointIO()
+    for step in (8, 16, 24):
+        io.save_checkpoint({"weights": torch.ones(3)}, folder.checkpoint_path(step))
+    with folder.checkpoint_path(24).open("r+b") as file:
+        file.truncate(folder.checkpoint_path(24).stat().st_size // 2)
+    folder.checkpoint_path(16).write_bytes(b"")
+    assert folder.latest_checkpoint() == (folder.checkpoint_path(8), 8)
+    folder.set_damaged_aside()
+    names = sorted(file.name for file in folder.checkpoints.iterdir())
+    assert names == ["step-00000008.ckpt", "step-00000016.ckpt.damaged", "step-00000024.ckpt.damaged"]
+    assert "step-00000024.ckpt is not whole" in caplog.text
+    folder.prune(1)  # the damaged ones do not count
+    assert folder.latest_checkpoint() == (folder.checkpoint_path(8), 8)
+
+
+def test_one_process_at_a_time_holds_a_run(tmp_path: Path) -> None:
+    first, second = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run")
+    first.claim()
+    with pytest.raises(RecipeError, match=rf"run.dir: .* is in use by process {os.getpid()} on "):
+        second.claim()
+    del first
+    gc.collect()
+    second.claim()

@@ -4,15 +4,18 @@ Nothing here touches a process group or a device, and no video is read; a datase
 """
 
 import dataclasses
+import math
 import os
-from collections.abc import Mapping
+import re
 from pathlib import Path
-from typing import Any
 
+from recipes.check_dataset import dataset_problems
 from recipes.load import RecipeError, examine, find
-from recipes.parse import nearest
+from recipes.parse import misfits, nearest
 from recipes.run_folder import RunFolder
 from recipes.schema import Recipe
+
+ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")  # what Lightning knows and the data layer can feed
 
 
 def checked(name: str, overrides: list[str], *, allow_drift: bool = False) -> Recipe:
@@ -54,7 +57,8 @@ def check(recipe: Recipe, *, world_size: int, told: list[str] | None = None) -> 
         world_size: ranks the run will have.
         told: problems already reported; a key named there is not reported again.
     """
-    problems = [*_values(recipe), *_batch(recipe, world_size), *_model(recipe), *_data(recipe)]
+    problems = [*_values(recipe), *_batch(recipe, world_size), *_model(recipe), *_run_folder(recipe)]
+    problems += dataset_problems(recipe)
     reported = {line.split(":", 1)[0] for line in told or []}
     return [line for line in problems if line.split(":", 1)[0] not in reported]
 
@@ -87,7 +91,19 @@ def _values(recipe: Recipe) -> list[str]:
     ):
         if optional is not None:
             positive[key] = optional
-    problems += [f"{key}: {value} is not positive" for key, value in positive.items() if value <= 0]
+    if recipe.trainer.gradient_clip_val is not None:
+        positive["trainer.gradient_clip_val"] = recipe.trainer.gradient_clip_val
+    problems += [
+        f"{key}: {value} is not positive and finite" for key, value in positive.items() if not 0 < value < math.inf
+    ]
+    if not 0 <= recipe.seed < 2**32:
+        problems.append(f"seed: {recipe.seed} is not in 0 to {2**32 - 1}")
+    max_time = recipe.trainer.max_time
+    if max_time is not None and not re.fullmatch(r"\d+:\d+:\d+:\d+", max_time):
+        problems.append(f"trainer.max_time: {max_time!r} is not of the form DD:HH:MM:SS, days first")
+    if recipe.trainer.accelerator not in ACCELERATORS:
+        allowed = nearest(recipe.trainer.accelerator, ACCELERATORS)
+        problems.append(f"trainer.accelerator: {recipe.trainer.accelerator!r} is unknown{allowed}")
     if recipe.checkpoint.keep < -1 or recipe.checkpoint.keep == 0:
         problems.append(f"checkpoint.keep: {recipe.checkpoint.keep} keeps nothing; give 1 or more, or -1 for all")
     if not 0 <= recipe.schedule.warmup_ratio < 1:
@@ -127,9 +143,13 @@ def _batch(recipe: Recipe, ranks: int) -> list[str]:
 
 
 def _model(recipe: Recipe) -> list[str]:
+    from models.gr00t_n17.config import GR00TN17Config
     from recipes.build import model_config  # reads names only: the model's config class needs no torch
 
-    problems = [*_idle_keys(recipe), *_weights(recipe)]
+    problems = [*_idle_keys(recipe), *_weights(recipe), *_processor(recipe)]
+    wrong = misfits(GR00TN17Config, recipe.model.config, "model.config")
+    if wrong:
+        return [*problems, *wrong]
     try:
         config = model_config(recipe)
     except (TypeError, ValueError) as error:
@@ -143,7 +163,7 @@ def _model(recipe: Recipe) -> list[str]:
             f"model.embodiment_id: {recipe.model.embodiment_id} is not a slot; "
             f"allowed: 0 to {config.max_num_embodiments - 1}"
         )
-    return problems + _processor(recipe)
+    return problems
 
 
 def _idle_keys(recipe: Recipe) -> list[str]:
@@ -172,10 +192,9 @@ def _weights(recipe: Recipe) -> list[str]:
 def _processor(recipe: Recipe) -> list[str]:
     from models.gr00t_n17.processor import ProcessorConfig
 
-    names = [field.name for field in dataclasses.fields(ProcessorConfig)]
-    unknown = [key for key in recipe.model.processor if key not in names]
-    if unknown:
-        return [f"model.processor.{key}: unknown key{nearest(key, names)}" for key in unknown]
+    problems = misfits(ProcessorConfig, recipe.model.processor, "model.processor")
+    if problems:
+        return problems
     try:
         ProcessorConfig(**recipe.model.processor)
     except (TypeError, ValueError) as error:
@@ -183,55 +202,12 @@ def _processor(recipe: Recipe) -> list[str]:
     return []
 
 
-def _data(recipe: Recipe) -> list[str]:
-    if not recipe.data.uri:
-        return []  # reported as missing already
-    from recipes.stages import dataset_to_come
-
-    if dataset_to_come(recipe):
-        return []
-    import knonik
-
-    try:
-        dataset = knonik.open(recipe.data.uri, cache_dir=recipe.data.cache.dir)
-    except (OSError, ValueError) as error:
-        return [f"data.uri: {error}"]
-    problems = [
-        f"data.cameras: {camera!r} is no camera of {recipe.data.uri}{nearest(camera, dataset.cameras)}"
-        for camera in recipe.data.cameras or ()
-        if camera not in dataset.cameras
-    ]
-    if not dataset.cameras:
-        problems.append(f"data.uri: {recipe.data.uri} has no camera; a policy needs at least one video feature")
-    problems += _episodes(recipe, dataset)
-    for section, keys, limit in (
-        ("state", recipe.data.state, "max_state_dim"),
-        ("action", recipe.data.action, "max_action_dim"),
-    ):
-        problems += _width(recipe, dataset.features, section, keys, limit)
-    return problems
-
-
-def _episodes(recipe: Recipe, dataset: Any) -> list[str]:
-    known = {int(episode) for episode in dataset.episodes.ids}
-    absent = [episode for episode in recipe.data.episodes or () if episode not in known]
-    if absent:
-        return [f"data.episodes: {absent} are not in {recipe.data.uri}, which has {len(known)} episodes"]
-    return []
-
-
-def _width(recipe: Recipe, features: Mapping[str, Any], section: str, keys: tuple[str, ...], limit: str) -> list[str]:
-    from recipes.build import model_config
-
-    absent = [key for key in keys if key not in features]
-    if absent or not keys:
-        low = [name for name, feature in features.items() if feature["dtype"] not in ("video", "image", "string")]
-        return [f"data.{section}: {key!r} is no feature of the dataset{nearest(key, low)}" for key in absent]
-    width = sum(int(features[key]["shape"][0]) if features[key]["shape"] else 1 for key in keys)
-    try:
-        allowed = getattr(model_config(recipe), limit)
-    except (TypeError, ValueError):
-        return []  # reported with the model
-    if width > allowed:
-        return [f"data.{section}: {width} values a step are more than the model's {limit} = {allowed}"]
+def _run_folder(recipe: Recipe) -> list[str]:
+    """A folder that cannot be made: the nearest thing that exists on the way to it is no folder, or not ours."""
+    folder = Path(recipe.run.dir).absolute()
+    exists = next(path for path in (folder, *folder.parents) if path.exists())
+    if not exists.is_dir():
+        return [f"run.dir: {recipe.run.dir} cannot be a folder, {exists} is a file"]
+    if not os.access(exists, os.W_OK | os.X_OK):
+        return [f"run.dir: {recipe.run.dir} cannot be written, {exists} allows it to others only"]
     return []

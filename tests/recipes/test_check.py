@@ -1,5 +1,7 @@
 """Problems that only show when values are seen together, or beside the dataset; all of them in one report."""
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from knonik.write import EpisodeData, write_lerobot
 
     def episodes():
-        for length in (9, 12):
+        for length in (9, 24):
             yield EpisodeData(
                 columns={
                     "observation.state": np.zeros((length, 7), np.float32),
@@ -55,7 +57,7 @@ def test_everything_wrong_is_told_at_once(dataset: Path, tmp_path: Path, monkeyp
             "trainer.max_stesp=10",
             "optimizer.lr=fast",
             "data.cameras=[observation.images.frnt]",
-            "data.horizon=99",
+            "data.horizon=20",
             "model.embodiment_id=77",
         ),
     )
@@ -65,7 +67,7 @@ def test_everything_wrong_is_told_at_once(dataset: Path, tmp_path: Path, monkeyp
     assert "data.global_batch_size: 32 is not divisible by the 3 ranks; the nearest is 30 or 33" in text
     assert "data.cameras: 'observation.images.frnt' is no camera" in text
     assert "did you mean 'observation.images.front'" in text
-    assert "data.horizon: 99 is more than the model's action_horizon" in text
+    assert "data.horizon: 20 is more than the model's action_horizon" in text
     assert "model.embodiment_id: 77 is not a slot" in text
     assert len(lines) == 6
 
@@ -99,6 +101,20 @@ def test_one_batch_key_only(dataset: Path, tmp_path: Path) -> None:
         ("model.weights=/nowhere/released", "model.weights: '/nowhere/released' does not exist"),
         ("optimizer.betas=[0.9, 1.0]", "optimizer.betas"),
         ("optimizer.weight_decay=-1.0", "optimizer.weight_decay"),
+        ("model.config={max_state_dim: wide}", "model.config.max_state_dim: expected int, got str 'wide'"),
+        ("model.processor.tokenizer=3", "model.processor.tokenizer: expected str, got int 3"),
+        ("model.processor.color_jitter=5", "model.processor.color_jitter: expected a list, got 5"),
+        ("trainer.gradient_clip_val=-1", "trainer.gradient_clip_val: -1.0 is not positive"),
+        ("optimizer.lr=.nan", "optimizer.lr: nan is not positive and finite"),
+        ("trainer.max_time=00:10:00", "trainer.max_time: '00:10:00' is not of the form DD:HH:MM:SS"),
+        ("trainer.accelerator=cdua", "trainer.accelerator: 'cdua' is unknown (did you mean 'cuda'?)"),
+        ("seed=-1", "seed: -1 is not in 0 to"),
+        ("data.cameras=[]", "data.cameras: the list is empty; name at least one; null means all"),
+        ("data.episodes=[]", "data.episodes: the list is empty"),
+        ("data.action=[]", "data.action: the list is empty"),
+        ("data.action=[action, action]", "data.action: 'action' stands there twice"),
+        ("data.state=[observation.images.front]", "holds video, not numbers; those are observation.state, action"),
+        ("data.episodes=[0]", "of 16 steps fits into no episode, the longest has 9 rows; give at most 9, or data.edge"),
         ("precision=bf16-true", "precision: 'bf16-true' is not one of"),
     ],
 )
@@ -122,3 +138,30 @@ def test_a_run_continues_only_with_its_own_recipe(dataset: Path, tmp_path: Path)
 def test_the_quickstart_needs_no_dataset_yet(tmp_path: Path) -> None:
     recipe = load("quickstart", [f"data.uri={tmp_path / 'later'}"])
     assert check(recipe, world_size=1) == []
+
+
+def test_the_model_and_its_processor_are_looked_at_together(dataset: Path, tmp_path: Path) -> None:
+    wrong = ("model.config={max_state_dmi: 8, hidden_size: 1.5}", "model.processor.crop_fracton=0.9")
+    keys = [line.split(":")[0] for line in report("gr00t_n17/finetune", *tiny(dataset, tmp_path, *wrong))]
+    assert sorted(keys) == ["model.config.hidden_size", "model.config.max_state_dmi", "model.processor.crop_fracton"]
+
+
+def test_short_episodes_are_fine_beside_long_ones_or_repeated(dataset: Path, tmp_path: Path) -> None:
+    checked("gr00t_n17/finetune", list(tiny(dataset, tmp_path, "data.episodes=[0,1]")))
+    checked("gr00t_n17/finetune", list(tiny(dataset, tmp_path, "data.episodes=[0]", "data.edge=repeat")))
+
+
+def test_a_run_folder_that_cannot_be_made_is_named(dataset: Path, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for where in (file, file / "below"):
+        line = report("gr00t_n17/finetune", *tiny(dataset, tmp_path, f"run.dir={where}"))[0]
+        assert line == f"run.dir: {where} cannot be a folder, {file} is a file"
+
+
+def test_a_feature_without_a_shape_is_named(dataset: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(dataset, tmp_path / "set")
+    info = json.loads((copy / "meta/info.json").read_text())
+    del info["features"]["action"]["shape"]
+    (copy / "meta/info.json").write_text(json.dumps(info))
+    assert "shape of action is None" in report("gr00t_n17/finetune", *tiny(copy, tmp_path))[0]

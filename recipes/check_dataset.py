@@ -1,0 +1,108 @@
+"""What only shows beside the dataset: cameras, features, widths, episodes and chunk length that it must have."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from recipes.parse import nearest
+from recipes.schema import Recipe
+
+_NO_NUMBERS = ("video", "image", "string")
+
+
+def dataset_problems(recipe: Recipe) -> list[str]:
+    """Problems of the `data` section with the dataset it names, which is opened for its metadata only."""
+    problems = _lists(recipe)
+    if not recipe.data.uri:
+        return problems  # reported as missing already
+    from recipes.stages import dataset_to_come
+
+    if dataset_to_come(recipe):
+        return problems
+    import knonik
+
+    try:
+        dataset = knonik.open(recipe.data.uri, cache_dir=recipe.data.cache.dir)
+    except (OSError, ValueError) as error:
+        return [*problems, f"data.uri: {error}"]
+    with dataset:
+        problems += [
+            f"data.cameras: {camera!r} is no camera of {recipe.data.uri}{nearest(camera, dataset.cameras)}"
+            for camera in recipe.data.cameras or ()
+            if camera not in dataset.cameras
+        ]
+        if not dataset.cameras:
+            problems.append(f"data.uri: {recipe.data.uri} has no camera; a policy needs at least one video feature")
+        problems += _episodes(recipe, dataset)
+        for section, keys, limit in (
+            ("state", recipe.data.state, "max_state_dim"),
+            ("action", recipe.data.action, "max_action_dim"),
+        ):
+            problems += _width(recipe, dataset.features, section, keys, limit)
+    return problems
+
+
+def _lists(recipe: Recipe) -> list[str]:
+    """Lists that are empty or name something twice."""
+    lists: dict[str, tuple[Any, ...] | None] = {
+        "cameras": recipe.data.cameras,
+        "episodes": recipe.data.episodes,
+        "state": recipe.data.state,
+        "action": recipe.data.action,
+    }
+    problems = []
+    for key, values in lists.items():
+        if values is not None and not values:
+            hint = "; null means all" if key in ("cameras", "episodes") else ""
+            problems.append(f"data.{key}: the list is empty; name at least one{hint}")
+        twice = sorted({value for value in values or () if (values or ()).count(value) > 1})
+        if twice:
+            problems.append(f"data.{key}: {twice[0]!r} stands there twice")
+    return problems
+
+
+def _episodes(recipe: Recipe, dataset: Any) -> list[str]:
+    length = dict(zip(dataset.episodes.ids.tolist(), dataset.episodes.length.tolist(), strict=True))
+    absent = [episode for episode in recipe.data.episodes or () if episode not in length]
+    if absent:
+        return [f"data.episodes: {absent} are not in {recipe.data.uri}, which has {len(length)} episodes"]
+    longest = max(length[episode] for episode in recipe.data.episodes or length)
+    if recipe.data.edge == "inside" and longest < recipe.data.horizon:
+        return [
+            f"data.horizon: a chunk of {recipe.data.horizon} steps fits into no episode, the longest has {longest} "
+            f"rows; give at most {longest}, or data.edge=repeat"
+        ]
+    return []
+
+
+def _width(recipe: Recipe, features: Mapping[str, Any], section: str, keys: tuple[str, ...], limit: str) -> list[str]:
+    from recipes.build import model_config
+
+    low = [name for name, feature in features.items() if feature["dtype"] not in _NO_NUMBERS]
+    problems = []
+    width = 0
+    for key in keys:
+        shape = features.get(key, {}).get("shape")
+        if key not in features:
+            problems.append(f"data.{section}: {key!r} is no feature of the dataset{nearest(key, low)}")
+        elif key not in low:
+            held = features[key]["dtype"]
+            problems.append(f"data.{section}: {key!r} holds {held}, not numbers; those are {', '.join(low)}")
+        elif not isinstance(shape, list) or not all(isinstance(size, int) and size > 0 for size in shape):
+            problems.append(
+                f"data.uri: meta/info.json: shape of {key} is {shape!r}; it must be a list of whole numbers"
+            )
+        else:
+            width += math.prod(shape)
+    if problems:
+        return problems
+    try:
+        allowed = getattr(model_config(recipe), limit)
+    except (TypeError, ValueError):
+        return []  # reported with the model
+    if isinstance(allowed, int) and width > allowed:
+        return [
+            f"data.{section}: {width} values a step are more than the model's {limit} = {allowed}; "
+            f"name fewer, or set model.config.{limit}, which released weights do not allow"
+        ]
+    return []

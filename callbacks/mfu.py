@@ -35,10 +35,10 @@ class Mfu:
         else:
             self.reason = f"no peak known for device {name!r} at precision {precision!r}; set metrics.peak_tflops"
 
-    def restore(self, flops: Iterable[int], step_s: Iterable[float], world_size: int) -> None:
-        """Take in the steps of an earlier start of the same run."""
+    def restore(self, flops: Iterable[int], device_s: Iterable[float]) -> None:
+        """Take in the steps of an earlier start of the same run; `device_s` is step time by ranks."""
         self._flops += sum(flops)
-        self._device_s += sum(step_s) * world_size
+        self._device_s += sum(device_s)
 
     def measure(self, window: Window) -> dict[str, float]:
         flops = sum(window.flops)

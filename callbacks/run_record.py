@@ -18,7 +18,7 @@ import torch
 
 from callbacks.window import Window
 
-COLUMNS = ("step", "loss", "step_s", "data_wait_s", "slowest_rank", "samples", "flops")
+COLUMNS = ("step", "loss", "step_s", "data_wait_s", "slowest_rank", "samples", "flops", "ranks")
 PACKAGES = ("torch", "lightning", "transformers", "numpy", "pyarrow", "av", "omegaconf", "wandb", "safetensors")
 
 
@@ -59,6 +59,7 @@ class RunRecord:
             window.slowest_rank,
             window.samples,
             window.flops,
+            [window.world_size] * len(window),
         )
         with self.steps_file.open("a") as file:
             for row in zip(*columns, strict=True):
@@ -101,7 +102,7 @@ class RunRecord:
         return {"loss_first": sum(losses[:share]) / share, "loss_last": sum(losses[-share:]) / share}
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """Write `summary.json`: its presence says that the run is complete."""
+        """Write `summary.json`; its `steps` say how far the run came."""
         write_atomically(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 

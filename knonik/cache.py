@@ -1,9 +1,10 @@
 """Where derived files are kept, and how they are put there so that no reader ever sees half of one."""
 
+import fcntl
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,20 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def one_builder(folder: Path, what: str) -> Iterator[None]:
+    """Hold the right to build `what` in a folder: the ranks of a node build once, the others find the result.
+
+    The lock belongs to the open file: it ends with the process, however that ends. Where a file system has no locks the
+    builders do the same work side by side, which costs time and nothing else.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f".{what}.lock").open("w") as lock:
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @contextmanager

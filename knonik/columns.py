@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from knonik.cache import new_array
+from knonik.cache import new_array, one_builder
 from knonik.episodes import EpisodeTable
 from knonik.lerobot import MetadataError
 from knonik.store import Store
@@ -41,22 +41,23 @@ def load_columns(store: Store, episodes: EpisodeTable, names: Sequence[str], fol
         MetadataError: a column is missing, empty in places, of changing length or not numeric; a file has other rows
             than the metadata says.
     """
-    columns, missing = {}, []
-    for name in dict.fromkeys(names):
-        column = _open(folder / _file_name(name), episodes.num_rows)
-        if column is None:
-            missing.append(name)
-        else:
-            columns[name] = column
-    if missing:
-        logger.info("reading columns %s of %d data files", ", ".join(missing), len(episodes.data_keys))
-        _build(store, episodes, missing, folder)
-        for name in missing:
-            column = _open(folder / _file_name(name), episodes.num_rows)
-            if column is None:
-                raise OSError(f"column file {folder / _file_name(name)} vanished right after it was written")
-            columns[name] = column
+    columns = _open_all(folder, names, episodes.num_rows)
+    if len(columns) < len(set(names)):
+        with one_builder(folder, "columns"):
+            there = _open_all(folder, names, episodes.num_rows)  # another process may have been faster
+            missing = [name for name in dict.fromkeys(names) if name not in there]
+            if missing:
+                logger.info("reading columns %s of %d data files", ", ".join(missing), len(episodes.data_keys))
+                _build(store, episodes, missing, folder)
+        columns = _open_all(folder, names, episodes.num_rows)
+    if vanished := [name for name in names if name not in columns]:
+        raise OSError(f"column files of {vanished} vanished from {folder} right after they were written")
     return {name: columns[name] for name in names}
+
+
+def _open_all(folder: Path, names: Sequence[str], num_rows: int) -> dict[str, Column]:
+    opened = {name: _open(folder / _file_name(name), num_rows) for name in dict.fromkeys(names)}
+    return {name: column for name, column in opened.items() if column is not None}
 
 
 def _file_name(name: str) -> str:

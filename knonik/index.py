@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from knonik.cache import replacing
+from knonik.cache import one_builder, replacing
 from knonik.columns import load_columns
 from knonik.episodes import CameraTable, EpisodeTable
 from knonik.gop import Gop, ObjectIndex
@@ -118,18 +118,27 @@ class VideoIndex:
 def load_index(store: Store, metadata: Metadata, folder: Path) -> VideoIndex:
     """The index of a whole dataset: read from `folder` if it fits, otherwise built and put there."""
     path = folder / "index.npz"
-    if path.exists():
-        try:
-            index = _load(path, metadata)
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-            logger.warning("index cache %s is damaged or out of date (%s); it is built again", path, error)
-        else:
-            logger.info("video index reused from %s", path)
+    if index := _reuse(path, metadata):
+        return index
+    with one_builder(folder, "index"):
+        if index := _reuse(path, metadata):  # another process was faster
             return index
-    tables, cameras = _build(store, metadata, folder)
-    _save(path, metadata, tables, cameras)
+        tables, cameras = _build(store, metadata, folder)
+        _save(path, metadata, tables, cameras)
     logger.info("video index built: %d objects, %d packets", len(tables), sum(map(len, tables.values())))
     return VideoIndex(metadata.episodes, tables, cameras)
+
+
+def _reuse(path: Path, metadata: Metadata) -> VideoIndex | None:
+    if not path.exists():
+        return None
+    try:
+        index = _load(path, metadata)
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        logger.warning("index cache %s is damaged or out of date (%s); it is built again", path, error)
+        return None
+    logger.info("video index reused from %s", path)
+    return index
 
 
 def _build(store: Store, metadata: Metadata, folder: Path) -> tuple[dict[str, PacketTable], dict[str, CameraRows]]:

@@ -117,7 +117,7 @@ class Session:
         step_s = [row["step_s"] for row in rows]
         self.data_wait.restore((row["data_wait_s"] for row in rows), step_s)
         self.throughput.restore((int(row["samples"]) for row in rows), step_s)
-        self.mfu.restore((int(row["flops"]) for row in rows), step_s, world_size())
+        self.mfu.restore((int(row["flops"]) for row in rows), (row["step_s"] * row["ranks"] for row in rows))
 
     def _save(self, trainer: Trainer) -> None:
         path = self.folder.checkpoint_path(trainer.global_step)

@@ -89,6 +89,12 @@ def with_first_stage(recipe: Recipe, started_at: float) -> Recipe:
         return recipe
     backbone = Path(first.run.dir) / BACKBONE_FILE
     if backbone.is_file():
+        if drift := RunFolder(first.run.dir).drift(first):
+            lines = "\n".join(f"  - {line}" for line in drift)
+            raise ValueError(
+                f"run.first: {backbone} was made by another {recipe.run.first}:\n{lines}\n"
+                f"remove {first.run.dir} or give another run.dir, beside which the stage runs anew"
+            )
         logger.info("first stage %s: using %s", recipe.run.first, backbone)
     else:
         logger.info("first stage %s: %d steps", recipe.run.first, first.trainer.max_steps)

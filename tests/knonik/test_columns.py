@@ -96,7 +96,7 @@ def test_several_builders_at_once(tmp_path: Path) -> None:
         jobs = [pool.submit(load_columns, store, _table(), ["list", "flag"], tmp_path / "cache") for _ in range(12)]
         for job in jobs:
             np.testing.assert_array_equal(job.result()["list"][:, 0], EXPECTED)
-    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["flag.npy", "list.npy"]
+    assert sorted(path.name for path in (tmp_path / "cache").glob("[!.]*")) == ["flag.npy", "list.npy"]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_unusable_columns_are_named(tmp_path: Path, name: str, message: str) -> 
     cache = tmp_path / "cache"
     with pytest.raises(MetadataError, match=message):
         load_columns(open_store(_write(tmp_path)), _table(), ["list", name], cache)
-    assert not list(cache.glob("*"))
+    assert not list(cache.glob("[!.]*"))
 
 
 def test_files_that_contradict_the_metadata_are_named(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Save and stop on SIGTERM or SIGUSR1, at the same step on every rank.
+"""Save and stop on SIGTERM, SIGUSR1 or Ctrl-C (SIGINT), at the same step on every rank.
 
 Signals reach the ranks at different moments. After each optimizer step the ranks add up their "asked to stop" flags;
 the sum is started asynchronously on a CPU group and read one step later, so neither host nor device waits for it.
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Preemption(Callback):
-    """Stops training cleanly when the scheduler asks for it.
+    """Stops training cleanly when the scheduler or the user asks for it; a second Ctrl-C stops at once.
 
     Args:
         save: called on every rank with the trainer, at the same step, after the last step that is kept.
@@ -27,7 +27,7 @@ class Preemption(Callback):
         signal: number of the signal that stopped the run; None while nothing did.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
     def __init__(self, save: Callable[[Trainer], None]) -> None:
         self.save = save
@@ -74,6 +74,8 @@ class Preemption(Callback):
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self._asked == number:
+            raise KeyboardInterrupt
         self._asked = number
 
     def _agreed(self) -> int:

@@ -1,6 +1,7 @@
 """The one place that turns a recipe's values into objects: dataset, network, processor, module, data module."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,8 @@ if TYPE_CHECKING:  # importing these takes seconds; `show` and configuration err
 
 
 def model_config(recipe: Recipe) -> "GR00TN17Config":
-    """Sizes of the network: the named size with the recipe's own fields over it.
+    """Sizes of the network: those of the checkpoint's own config.json where `model.weights` is a folder with one, else
+    the named size; the recipe's own fields over both.
 
     Raises:
         ValueError: for unknown fields or sizes that do not fit together.
@@ -27,9 +29,21 @@ def model_config(recipe: Recipe) -> "GR00TN17Config":
     unknown = [key for key in recipe.model.config if key not in names]
     if unknown:
         raise ValueError("\n".join(f"unknown key {key!r}{nearest(key, names)}" for key in unknown))
+    if recipe.model.weights is not None and (file := Path(recipe.model.weights) / "config.json").is_file():
+        return GR00TN17Config.from_dict({**json.loads(file.read_text()), **recipe.model.config})
     if recipe.model.size == "tiny":
         return GR00TN17Config.tiny(**recipe.model.config)
     return GR00TN17Config(**recipe.model.config)
+
+
+def with_local_weights(recipe: Recipe) -> Recipe:
+    """The recipe with a checkpoint named by its hub id fetched and named by its folder."""
+    from models.gr00t_n17.weights import local_weights
+
+    if recipe.model.weights is None:
+        return recipe
+    folder = str(local_weights(recipe.model.weights))
+    return dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, weights=folder))
 
 
 def build_dataset(recipe: Recipe) -> "Dataset":

@@ -1,6 +1,7 @@
 """Checkpoints are written beside their final name and renamed, so a kill or a full disk never leaves half of one."""
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -28,5 +29,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
+        except RuntimeError as error:  # what PyTorch makes of a full disk says nothing about the disk
+            free = shutil.disk_usage(path.parent).free
+            raise OSError(
+                f"checkpoint {path} could not be written, {free / 1e6:,.0f} MB are free there; earlier checkpoints are "
+                "whole, and the same command continues from them (checkpoint.keep and run.dir say how many and where)"
+            ) from error
         finally:
             temporary.unlink(missing_ok=True)

@@ -44,7 +44,7 @@ class Session:
         folder: the run folder, created.
         clock: the run's clock, started with the program.
         samples_per_epoch: size of the dataset in samples; 0 when it has no end.
-        resumable: write checkpoints, and save and stop on SIGTERM or SIGUSR1.
+        resumable: write checkpoints, and save and stop on SIGTERM, SIGUSR1 or Ctrl-C.
     """
 
     def __init__(

@@ -11,7 +11,14 @@ from typing import Any
 from callbacks.run_record import write_atomically
 from callbacks.step_clock import StepClock
 from models.gr00t_n17.weights import weights_digest
-from recipes.build import build_datamodule, build_dataset, build_module, build_network, build_processor
+from recipes.build import (
+    build_datamodule,
+    build_dataset,
+    build_module,
+    build_network,
+    build_processor,
+    with_local_weights,
+)
 from recipes.check import batch_size_per_rank, world_size
 from recipes.evaluate import closed_loop, swapped
 from recipes.run_folder import RunFolder
@@ -50,8 +57,10 @@ def train(recipe: Recipe, started_at: float) -> tuple[dict[str, Any] | None, int
     else:
         started = with_first_stage(recipe, started_at)
 
+    started = with_local_weights(started)
+
     dataset = build_dataset(recipe)
-    processor = build_processor(recipe, dataset)
+    processor = build_processor(started, dataset)
     network = build_network(started)
     if _is_rank_zero():
         _report_changes(folder, recipe)

@@ -86,11 +86,9 @@ def save_weights(network: nn.Module, path: str | Path, prefix: str = "") -> None
 
 def weight_files(source: str | Path) -> list[Path]:
     """The safetensors files of a file, a folder or a hub id, in the order they are read."""
-    path = Path(source)
+    path = local_weights(source)
     if path.is_file():
         return [path]
-    if not path.is_dir():
-        path = _download(str(source))
     if (path / INDEX_FILE).is_file():
         names = sorted(set(json.loads((path / INDEX_FILE).read_text())["weight_map"].values()))
         absent = [name for name in names if not (path / name).is_file()]
@@ -133,7 +131,11 @@ def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return out
 
 
-def _download(source: str) -> Path:
+def local_weights(source: str | Path) -> Path:
+    """The file or folder of a checkpoint on this machine; one named by its hub id is fetched, or found in the cache."""
+    if Path(source).exists():
+        return Path(source)
+    source = str(source)
     if source.startswith((".", "/", "~")) or source.count("/") != 1:
         raise FileNotFoundError(f"{source}: no such file or folder, and not the form OWNER/NAME of a hub id")
     from huggingface_hub import snapshot_download

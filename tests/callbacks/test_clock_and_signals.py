@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -155,3 +156,11 @@ def test_a_signal_saves_once_and_stops_at_a_whole_step(tmp_path: Path) -> None:
     assert trainer.global_step == saved[0]
     assert preemption.signal == signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_one_interrupt_asks_and_the_second_stops_at_once() -> None:
+    preemption = Preemption(lambda trainer: None)
+    preemption._handle(signal.SIGTERM, None)
+    preemption._handle(signal.SIGINT, None)
+    with pytest.raises(KeyboardInterrupt):
+        preemption._handle(signal.SIGINT, None)

@@ -28,6 +28,15 @@ def test_a_checkpoint_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [file.name for file in folder.checkpoints.iterdir()] == ["step-00000008.ckpt"]
 
 
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def save(checkpoint: object, file: object) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc] unexpected pos")
+
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(OSError, match=r"step-00000008.ckpt could not be written, [\d,]+ MB are free there"):
+        AtomicCheckpointIO().save_checkpoint({}, RunFolder(tmp_path).checkpoint_path(8))
+
+
 def test_half_a_checkpoint_of_a_killed_run_is_not_taken(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     AtomicCheckpointIO().save_checkpoint({}, folder.checkpoint_path(8))

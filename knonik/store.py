@@ -126,11 +126,16 @@ class LocalStore(Store):
     def sizes(self, prefix: str) -> dict[str, int]:
         top = self.root if not prefix.strip("/") else self._path(prefix)
         found: dict[str, int] = {}
-        for folder, _, names in os.walk(top, followlinks=True):
+        for folder, _, names in os.walk(top, followlinks=True, onerror=self._not_listed):
             for name in names:
                 path = Path(folder, name)
                 found[path.relative_to(self.root).as_posix()] = path.stat().st_size
         return dict(sorted(found.items()))
+
+    def _not_listed(self, error: OSError) -> None:
+        # a folder that is not there is empty; one that may not be read would silently look so
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise StoreError(f"cannot list {error.filename}: {error.strerror}") from error
 
     def size(self, key: str) -> int:
         try:

@@ -176,9 +176,9 @@ class Session:
             )
         ]
         if self.recipe.logger == "wandb":
-            from recipes.wandb_run import wandb_logger
+            from recipes.wandb_run import started, wandb_logger
 
-            loggers.append(wandb_logger(self.recipe, self.folder, to_dict(self.recipe)))
+            loggers.append(started(wandb_logger(self.recipe, self.folder, to_dict(self.recipe))))
         return loggers
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch.loggers import Logger, WandbLogger
 
 from callbacks.run_record import write_atomically
+from recipes.load import RecipeError
 from recipes.run_folder import RunFolder
 from recipes.schema import Recipe
 
@@ -31,6 +32,21 @@ def wandb_logger(recipe: Recipe, folder: RunFolder, config: dict[str, Any]) -> L
         log_model=False,
         config=config,
     )
+
+
+def started(logger: Logger) -> Logger:
+    """The logger with its W&B run begun, so that what is missing for it is known before the trainer starts.
+
+    Raises:
+        RecipeError: W&B cannot begin the run, most often for want of a login.
+    """
+    assert isinstance(logger, WandbLogger)
+    try:
+        _ = logger.experiment  # begins the run; on ranks other than 0 it is a dummy
+    except Exception as error:  # W&B's own classes; its library is not imported here
+        hint = "log in with `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"
+        raise RecipeError([f"logger: W&B cannot begin the run: {error} To go on, {hint}"]) from error
+    return logger
 
 
 def _run_id(folder: RunFolder) -> str:

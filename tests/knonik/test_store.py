@@ -117,3 +117,15 @@ def test_addresses(tmp_path: Path) -> None:
         open_store("s3:///x")
     with pytest.raises(ValueError, match="names a host"):
         open_store("file://host/x")
+
+
+def test_a_folder_that_may_not_be_read_is_no_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LocalStore(tmp_path)
+    assert store.sizes("nowhere") == {}
+
+    def refuse(path: object) -> object:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(StoreError, match=f"cannot list {tmp_path}.*: Permission denied"):
+        store.sizes("")

@@ -10,7 +10,7 @@ import torch
 from recipes.checkpoint_io import AtomicCheckpointIO
 from recipes.load import RecipeError, load, to_dict
 from recipes.run_folder import RunFolder
-from recipes.wandb_run import wandb_logger
+from recipes.wandb_run import started, wandb_logger
 
 
 class Unwritable:
@@ -98,3 +98,17 @@ def test_one_process_at_a_time_holds_a_run(tmp_path: Path) -> None:
     del first
     gc.collect()
     second.claim()
+
+
+def test_a_missing_wandb_login_is_a_problem_with_a_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+    from wandb.errors import UsageError
+
+    def init(**options: object) -> object:
+        raise UsageError("No API key configured.")
+
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.delenv("RANK", raising=False)
+    recipe = load("quickstart")
+    with pytest.raises(RecipeError, match=r"logger: W&B cannot begin .*No API key configured.*WANDB_MODE=offline"):
+        started(wandb_logger(recipe, RunFolder(tmp_path), to_dict(recipe)))

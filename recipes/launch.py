@@ -8,6 +8,7 @@ import argparse
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -54,6 +55,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
     except RecipeError as error:
         print(error, file=sys.stderr)
         code = 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = 128 + signal.SIGINT
     sys.exit(code)
 
 

@@ -2,13 +2,17 @@
 
 import logging
 import os
+import signal
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from callbacks.data_wait import DataWait
 from callbacks.memory import Memory
@@ -31,6 +35,7 @@ logger = logging.getLogger(__name__)
 _SILENCED = (
     "does not have many workers",
     "Checkpoint directory .* exists",
+    "Experiment logs directory .* exists",  # a start from the same step replaces the rows of the one before
     "in eval mode at the start of training",  # the frozen parts, on purpose
     "isinstance\\(treespec, LeafSpec\\)",  # Lightning 2.6 on PyTorch 2.13
 )
@@ -94,7 +99,8 @@ class Session:
         if path is not None:
             logger.info("continuing from step %d of %s", self.start_step, self.folder.path)
         # weights_only: a checkpoint holds tensors and plain values; nothing in it may run code
-        self.trainer.fit(module, ckpt_path=path, weights_only=True, **data)
+        with exits_name_their_signal():
+            self.trainer.fit(module, ckpt_path=path, weights_only=True, **data)
 
     def save_final(self) -> None:
         """Checkpoint of the last step, unless the cadence has just written it; call it on every rank."""
@@ -180,6 +186,17 @@ class Session:
 
             loggers.append(started(wandb_logger(self.recipe, self.folder, to_dict(self.recipe))))
         return loggers
+
+
+@contextmanager
+def exits_name_their_signal() -> Iterator[None]:
+    """Lightning answers a SIGTERM with exit code 0, as if the work were done, and a Ctrl-C with 1, both in silence."""
+    try:
+        yield
+    except SystemExit as error:
+        number = signal.SIGTERM if isinstance(error, SIGTERMException) else signal.SIGINT
+        logger.warning("%s: stopped at once; the same command continues from what was saved before", number.name)
+        raise SystemExit(128 + number) from error
 
 
 def _devices_per_node() -> int:

@@ -28,6 +28,7 @@ FREE_KEYS = (
     "trainer.profiler",
     "trainer.num_nodes",
     "trainer.accelerator",
+    "data.uri",  # a dataset may move; whether it is the same one is decided by its fingerprint
     "data.cache",
     "data.decode_threads",
     "data.ring_batches",
@@ -85,7 +86,17 @@ class RunFolder:
         return next(((file, step) for step, file in reversed(self._stored()) if zipfile.is_zipfile(file)), None)
 
     def set_damaged_aside(self) -> None:
-        """Rename checkpoints that were cut short, so that their step can be saved again and nothing is deleted."""
+        """Rename checkpoints that were cut short, so that their step can be saved again and nothing is deleted.
+
+        Raises:
+            RecipeError: none is whole. Starting over would cut the record of the steps, so the user decides.
+        """
+        if self._stored() and self.latest_checkpoint() is None:
+            message = (
+                f"run.dir: no checkpoint in {self.checkpoints} is whole, so the run cannot continue; "
+                "move them away to train from the first step again, or give another run.dir"
+            )
+            raise RecipeError([message])
         for _, file in self._stored():
             if not zipfile.is_zipfile(file):  # its directory stands at the end, so a part of the file has none
                 aside = file.rename(file.with_name(f"{file.name}.damaged"))

@@ -90,6 +90,15 @@ def test_a_damaged_checkpoint_is_kept_aside_and_the_one_before_is_used(
     assert folder.latest_checkpoint() == (folder.checkpoint_path(8), 8)
 
 
+def test_a_run_with_only_damaged_checkpoints_does_not_start_over(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.checkpoints.mkdir()
+    folder.checkpoint_path(8).write_bytes(b"half")
+    with pytest.raises(RecipeError, match="no checkpoint in .* is whole"):
+        folder.set_damaged_aside()
+    assert folder.checkpoint_path(8).read_bytes() == b"half"
+
+
 def test_one_process_at_a_time_holds_a_run(tmp_path: Path) -> None:
     first, second = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run")
     first.claim()

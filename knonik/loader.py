@@ -1,9 +1,9 @@
 """The loader: an endless, resumable iterator of batches, decoded ahead by threads of this process.
 
 Why threads and no side process: `benchmarks/loader_disturbance.py` (two 64x64 H.264 cameras, batch 32, a CPU step of
-86 ms, one decode thread, two cores at load 1 to 2). Step and wait for the batch together took 1.29 times the step without
-a loader with threads and 1.44 times with a spawned process; the bare step alone differed by less than its noise. At load
-3 to 5, three runs gave 1.33, 1.57, 1.74 for threads and 1.46, 1.84, 1.86 for the process.
+86 ms, one decode thread, two cores at load 1 to 2). Step and wait for the batch together took 1.29 times the step
+without a loader with threads and 1.44 times with a spawned process; the bare step alone differed by less than its
+noise. At load 3 to 5, three runs gave 1.33, 1.57, 1.74 for threads and 1.46, 1.84, 1.86 for the process.
 """
 
 import hashlib

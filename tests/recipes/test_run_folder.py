@@ -94,7 +94,7 @@ def test_a_run_with_only_damaged_checkpoints_does_not_start_over(tmp_path: Path)
     folder = RunFolder(tmp_path)
     folder.checkpoints.mkdir()
     folder.checkpoint_path(8).write_bytes(b"half")
-    with pytest.raises(RecipeError, match="no checkpoint in .* is whole"):
+    with pytest.raises(RecipeError, match=r"no checkpoint in .* is whole"):
         folder.set_damaged_aside()
     assert folder.checkpoint_path(8).read_bytes() == b"half"
 

@@ -11,7 +11,7 @@ _NO_NUMBERS = ("video", "image", "string")
 
 
 def dataset_problems(recipe: Recipe) -> list[str]:
-    """Problems of the `data` section with the dataset it names, which is opened for its metadata only."""
+    """Problems of the `data` section with the dataset it names, which is opened, but decodes nothing."""
     problems = _lists(recipe)
     if not recipe.data.uri:
         return problems  # reported as missing already

@@ -8,6 +8,7 @@ import argparse
 import json
 import logging
 import os
+import shlex
 import signal
 import sys
 import time
@@ -53,7 +54,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
     try:
         code = _COMMANDS[arguments.command](arguments, started_at)
     except RecipeError as error:
-        print(error, file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # once for each node: what is missing may be missing there only
+            print(error, file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -98,16 +100,17 @@ def _train(arguments: argparse.Namespace, started_at: float) -> int:
     recipe, problems = examine(arguments.recipe, arguments.overrides)
     summary = None if problems else RunFolder(recipe.run.dir).completed(recipe)
     if summary is not None:
-        print(f"{recipe.run.name} is complete in {recipe.run.dir}; it is shown as it is, nothing was trained.")
-        print("Give a new run.dir or seed to train again, or a larger trainer.max_steps to train on.")
-        _print_table(summary, recipe.run.dir)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{recipe.run.name} is complete in {recipe.run.dir}; it is shown as it is, nothing was trained.")
+            print("Give a new run.dir or seed to train again, or a larger trainer.max_steps to train on.")
+            _print_table(summary, recipe.run.dir)
         return 0
     from recipes.check import checked, world_size
     from recipes.stages import to_do
 
     recipe = checked(arguments.recipe, arguments.overrides, allow_drift=arguments.allow_drift)
     if world_size() > 1 and (missing := to_do(recipe)):
-        single = " ".join(["python -m recipes train", arguments.recipe, *arguments.overrides])
+        single = shlex.join(["python", "-m", "recipes", "train", arguments.recipe, *arguments.overrides])
         raise RecipeError([*missing, f"run: start once without torchrun first: {single}"])
     from recipes.train import train
 

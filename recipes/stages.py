@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from recipes.load import load
+from recipes.load import RecipeError, load
 from recipes.run_folder import RunFolder
 from recipes.schema import Recipe
 
@@ -90,11 +90,8 @@ def with_first_stage(recipe: Recipe, started_at: float) -> Recipe:
     backbone = Path(first.run.dir) / BACKBONE_FILE
     if backbone.is_file():
         if drift := RunFolder(first.run.dir).drift(first):
-            lines = "\n".join(f"  - {line}" for line in drift)
-            raise ValueError(
-                f"run.first: {backbone} was made by another {recipe.run.first}:\n{lines}\n"
-                f"remove {first.run.dir} or give another run.dir, beside which the stage runs anew"
-            )
+            way_out = f"run.first: remove {first.run.dir}, or give another run.dir, beside which the stage runs anew"
+            raise RecipeError([*(f"run.first: {recipe.run.first}: {line}" for line in drift), way_out])
         logger.info("first stage %s: using %s", recipe.run.first, backbone)
     else:
         logger.info("first stage %s: %d steps", recipe.run.first, first.trainer.max_steps)

@@ -165,3 +165,18 @@ def test_a_feature_without_a_shape_is_named(dataset: Path, tmp_path: Path) -> No
     del info["features"]["action"]["shape"]
     (copy / "meta/info.json").write_text(json.dumps(info))
     assert "shape of action is None" in report("gr00t_n17/finetune", *tiny(copy, tmp_path))[0]
+
+
+def test_a_first_stage_made_differently_is_not_reused(tmp_path: Path) -> None:
+    from recipes.stages import BACKBONE_FILE, first_stage, with_first_stage
+
+    recipe = load("quickstart", [f"run.dir={tmp_path / 'run'}"])
+    first = first_stage(recipe)
+    assert first is not None
+    RunFolder(first.run.dir).create(first)
+    (Path(first.run.dir) / BACKBONE_FILE).touch()
+    reused = with_first_stage(recipe, started_at=0.0)
+    assert reused.model.backbone_weights == str(Path(first.run.dir) / BACKBONE_FILE)
+    other = load("quickstart", [f"run.dir={tmp_path / 'run'}", "data.cameras=[observation.images.side]"])
+    with pytest.raises(RecipeError, match=r"data\.cameras: was .*"):
+        with_first_stage(other, started_at=0.0)

@@ -1,7 +1,7 @@
 """What only makes sense together: every cross-field and dataset problem of a recipe, before anything is started.
 
-Nothing here touches a process group or a device. A dataset is opened, which reads its metadata and, when there is no index
-yet, the headers of its videos.
+Nothing here touches a process group or a device. A dataset is opened, which reads its metadata and, when there is no
+index yet, the headers of its videos.
 """
 
 import dataclasses

@@ -13,6 +13,7 @@ from pathlib import Path
 from recipes.check_dataset import dataset_problems
 from recipes.load import RecipeError, examine, find
 from recipes.parse import misfits, nearest
+from recipes.ranks import ranks_per_node, world_size
 from recipes.run_folder import RunFolder
 from recipes.schema import Recipe
 
@@ -35,11 +36,6 @@ def checked(name: str, overrides: list[str], *, allow_drift: bool = False) -> Re
     if problems:
         raise RecipeError(problems)
     return recipe
-
-
-def world_size() -> int:
-    """Number of ranks, as torchrun tells it; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def batch_size_per_rank(recipe: Recipe, ranks: int) -> int:
@@ -132,6 +128,9 @@ def _values(recipe: Recipe) -> list[str]:
 
 
 def _batch(recipe: Recipe, ranks: int) -> list[str]:
+    nodes, per_node = recipe.trainer.num_nodes, ranks_per_node()
+    if "LOCAL_WORLD_SIZE" in os.environ and nodes * per_node != ranks:
+        return [f"trainer.num_nodes: {nodes} nodes of {per_node} ranks are not the {ranks} ranks that torchrun started"]
     per_rank, total = recipe.data.batch_size, recipe.data.global_batch_size
     if (per_rank is None) == (total is None):
         what = "neither" if per_rank is None else "both; set one of them to null"

@@ -7,7 +7,6 @@ once.
 import argparse
 import json
 import logging
-import os
 import shlex
 import signal
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from recipes.load import RecipeError, available, examine, load, to_yaml
+from recipes.ranks import is_first, is_first_of_node, world_size
 from recipes.run_folder import RunFolder
 
 # what the closing table shows, in this order: key of summary.json, label, format
@@ -44,9 +44,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
     """Run a command; exits with 0, 2 for problems in what was asked, or 128 + signal when stopped."""
     started_at = time.perf_counter()
     arguments = _parser().parse_args(argv)
-    rank = os.environ.get("RANK")
     logging.basicConfig(
-        level=logging.INFO if rank in (None, "0") else logging.WARNING,
+        level=logging.INFO if is_first() else logging.WARNING,
         format="%(asctime)s %(message)s",
         datefmt="%H:%M:%S",
         stream=sys.stderr,
@@ -54,7 +53,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     try:
         code = _COMMANDS[arguments.command](arguments, started_at)
     except RecipeError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # once for each node: what is missing may be missing there only
+        if is_first_of_node():
             print(error, file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
@@ -100,12 +99,12 @@ def _train(arguments: argparse.Namespace, started_at: float) -> int:
     recipe, problems = examine(arguments.recipe, arguments.overrides)
     summary = None if problems else RunFolder(recipe.run.dir).completed(recipe)
     if summary is not None:
-        if os.environ.get("RANK", "0") == "0":
+        if is_first():
             print(f"{recipe.run.name} is complete in {recipe.run.dir}; it is shown as it is, nothing was trained.")
             print("Give a new run.dir or seed to train again, or a larger trainer.max_steps to train on.")
             _print_table(summary, recipe.run.dir)
         return 0
-    from recipes.check import checked, world_size
+    from recipes.check import checked
     from recipes.stages import to_do
 
     recipe = checked(arguments.recipe, arguments.overrides, allow_drift=arguments.allow_drift)

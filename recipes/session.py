@@ -1,7 +1,6 @@
 """One training session: Lightning's Trainer with this run's callbacks, loggers and checkpoints around it."""
 
 import logging
-import os
 import signal
 import warnings
 from collections.abc import Iterator
@@ -23,9 +22,9 @@ from callbacks.progress import Progress
 from callbacks.run_record import RunRecord
 from callbacks.step_clock import StepClock
 from callbacks.throughput import Throughput
-from recipes.check import world_size
 from recipes.checkpoint_io import AtomicCheckpointIO
 from recipes.load import to_dict
+from recipes.ranks import is_first, ranks_per_node, world_size
 from recipes.run_folder import RunFolder
 from recipes.schema import Recipe
 
@@ -62,7 +61,7 @@ class Session:
         self.folder = folder
         self.clock = clock
         self.record = RunRecord(folder.path)
-        if resumable and os.environ.get("RANK", "0") == "0":
+        if resumable and is_first():
             folder.set_damaged_aside()
         self.checkpoint = folder.latest_checkpoint() if resumable else None
         self.data_wait = DataWait()
@@ -151,7 +150,7 @@ class Session:
             max_steps=recipe.trainer.max_steps,
             max_time=recipe.trainer.max_time,
             accelerator=recipe.trainer.accelerator,
-            devices=_devices_per_node(),
+            devices=ranks_per_node(),
             num_nodes=recipe.trainer.num_nodes,
             strategy="ddp" if ranks > 1 else "auto",
             precision=recipe.precision,
@@ -197,10 +196,6 @@ def exits_name_their_signal() -> Iterator[None]:
         number = signal.SIGTERM if isinstance(error, SIGTERMException) else signal.SIGINT
         logger.warning("%s: stopped at once; the same command continues from what was saved before", number.name)
         raise SystemExit(128 + number) from error
-
-
-def _devices_per_node() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def set_torch_threads(count: int | None) -> None:

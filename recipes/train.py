@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +18,9 @@ from recipes.build import (
     build_processor,
     with_local_weights,
 )
-from recipes.check import batch_size_per_rank, world_size
+from recipes.check import batch_size_per_rank
 from recipes.evaluate import closed_loop, swapped
+from recipes.ranks import is_first, world_size
 from recipes.run_folder import RunFolder
 from recipes.schema import Recipe
 from recipes.session import Session, set_torch_threads
@@ -44,7 +44,7 @@ def train(recipe: Recipe, started_at: float) -> tuple[dict[str, Any] | None, int
     """
     set_torch_threads(recipe.run.torch_threads)
     folder = RunFolder(recipe.run.dir)
-    if _is_rank_zero():
+    if is_first():
         folder.claim()
     if recipe.run.stage == "grounding":
         make_dataset(recipe)
@@ -62,20 +62,20 @@ def train(recipe: Recipe, started_at: float) -> tuple[dict[str, Any] | None, int
     dataset = build_dataset(recipe)
     processor = build_processor(started, dataset)
     network = build_network(started)
-    if _is_rank_zero():
+    if is_first():
         _report_changes(folder, recipe)
         folder.create(recipe)
         write_atomically(folder.path / PROCESSOR_FILE, json.dumps(processor.to_dict()) + "\n")
 
     untrained: dict[str, Any] = {}
-    if recipe.evaluation is not None and _is_rank_zero():
+    if recipe.evaluation is not None and is_first():
         untrained = _once(
             folder.path / UNTRAINED_FILE,
             lambda: {"success_rate_untrained": closed_loop(recipe, network, processor)["success_rate"]},
         )
     anchors = len(dataset.order(seed=recipe.seed, epoch=0, horizon=recipe.data.horizon if _inside(recipe) else 1))
     session = Session(recipe, folder, StepClock(started_at), samples_per_epoch=anchors)
-    if _is_rank_zero():
+    if is_first():
         session.record.write_environment({"fingerprint": dataset.fingerprint, "world_size": world_size()})
     module = build_module(recipe, network)
     data = build_datamodule(recipe, dataset, processor, batch_size_per_rank(recipe, world_size()))
@@ -91,7 +91,7 @@ def train(recipe: Recipe, started_at: float) -> tuple[dict[str, Any] | None, int
             session.trainer.global_step,
             recipe.trainer.max_steps,
         )
-    if not _is_rank_zero():
+    if not is_first():
         dataset.close()
         return None, 0
     summary = {
@@ -109,10 +109,6 @@ def train(recipe: Recipe, started_at: float) -> tuple[dict[str, Any] | None, int
     session.record.write_summary(summary)
     dataset.close()
     return summary, 0
-
-
-def _is_rank_zero() -> bool:
-    return int(os.environ.get("RANK", "0")) == 0
 
 
 def _inside(recipe: Recipe) -> bool:

@@ -9,6 +9,7 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 
 from callbacks.run_record import write_atomically
 from recipes.load import RecipeError
+from recipes.ranks import is_first
 from recipes.run_folder import RunFolder
 from recipes.schema import Recipe
 
@@ -27,7 +28,7 @@ def wandb_logger(recipe: Recipe, folder: RunFolder, config: dict[str, Any]) -> L
         entity=value("WANDB_ENTITY", recipe.wandb.entity),
         group=value("WANDB_RUN_GROUP", recipe.wandb.group),
         tags=None if os.environ.get("WANDB_TAGS") else list(recipe.wandb.tags),
-        id=value("WANDB_RUN_ID", _run_id(folder)) if os.environ.get("RANK", "0") == "0" else None,
+        id=value("WANDB_RUN_ID", _run_id(folder)) if is_first() else None,
         resume="allow",
         log_model=False,
         config=config,

@@ -180,3 +180,11 @@ def test_a_first_stage_made_differently_is_not_reused(tmp_path: Path) -> None:
     other = load("quickstart", [f"run.dir={tmp_path / 'run'}", "data.cameras=[observation.images.side]"])
     with pytest.raises(RecipeError, match=r"data\.cameras: was .*"):
         with_first_stage(other, started_at=0.0)
+
+
+def test_nodes_and_ranks_must_multiply(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    lines = report("gr00t_n17/finetune", *tiny(dataset, tmp_path))
+    assert lines == ["trainer.num_nodes: 1 nodes of 8 ranks are not the 16 ranks that torchrun started"]
+    assert checked("gr00t_n17/finetune", list(tiny(dataset, tmp_path, "trainer.num_nodes=2"))).trainer.num_nodes == 2

@@ -118,7 +118,7 @@ class _Context:
         # Without this a H.264 decoder guesses the reordering depth of streams that do not state it and may drop
         # B-frames at the start; a container reader avoids that by probing the file, which this path never sees.
         self._decoder.options = {"strict": "1"}
-        # One converter for all frames and no helper threads: setting one up costs more than a small frame does.
+        # One converter for all frames and no threads of its own: setting one up costs more than a small frame does.
         self._reformatter = VideoReformatter()
         self._used = False
 

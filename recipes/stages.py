@@ -107,7 +107,7 @@ def train_grounding(recipe: Recipe, started_at: float) -> dict[str, Any]:
     from callbacks.step_clock import StepClock
     from models.gr00t_n17.weights import save_weights
     from recipes.build import build_dataset, build_network, build_processor, cameras
-    from recipes.session import Session
+    from recipes.run import Run
     from recipes.tabletop.grounding import GroundingSettings, build_grounding
 
     dataset = build_dataset(recipe)
@@ -129,10 +129,10 @@ def train_grounding(recipe: Recipe, started_at: float) -> dict[str, Any]:
     )
     folder = RunFolder(recipe.run.dir)
     folder.create(recipe)
-    session = Session(recipe, folder, StepClock(started_at), samples_per_epoch=0, resumable=False)
-    session.fit(module, train_dataloaders=loader)
-    summary = {"steps": recipe.trainer.max_steps, **session.figures()}
+    run = Run(recipe, folder, StepClock(started_at), samples_per_epoch=0, resumable=False)
+    run.fit(module, train_dataloaders=loader)
+    summary = {"steps": recipe.trainer.max_steps, **run.figures()}
     save_weights(network, folder.path / BACKBONE_FILE, prefix="backbone.")
-    session.record.write_summary(summary)
+    run.record.write_summary(summary)
     dataset.close()
     return summary

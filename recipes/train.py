@@ -21,9 +21,9 @@ from recipes.build import (
 from recipes.check import batch_size_per_rank
 from recipes.evaluate import closed_loop, swapped
 from recipes.ranks import is_first, world_size
+from recipes.run import Run, set_torch_threads
 from recipes.run_folder import RunFolder
 from recipes.schema import Recipe
-from recipes.session import Session, set_torch_threads
 from recipes.stages import make_dataset, to_do, train_grounding, with_first_stage
 
 logger = logging.getLogger(__name__)
@@ -74,31 +74,31 @@ def train(recipe: Recipe, started_at: float) -> tuple[dict[str, Any] | None, int
             lambda: {"success_rate_untrained": closed_loop(recipe, network, processor)["success_rate"]},
         )
     anchors = len(dataset.order(seed=recipe.seed, epoch=0, horizon=recipe.data.horizon if _inside(recipe) else 1))
-    session = Session(recipe, folder, StepClock(started_at), samples_per_epoch=anchors)
+    run = Run(recipe, folder, StepClock(started_at), samples_per_epoch=anchors)
     if is_first():
-        session.record.write_environment({"fingerprint": dataset.fingerprint, "world_size": world_size()})
+        run.record.write_environment({"fingerprint": dataset.fingerprint, "world_size": world_size()})
     module = build_module(recipe, network)
     data = build_datamodule(recipe, dataset, processor, batch_size_per_rank(recipe, world_size()))
-    session.fit(module, datamodule=data)
-    if session.stopped_by is not None:
+    run.fit(module, datamodule=data)
+    if run.stopped_by is not None:
         dataset.close()
-        return None, 128 + session.stopped_by
-    session.save_final()
-    if session.trainer.global_step < recipe.trainer.max_steps:
+        return None, 128 + run.stopped_by
+    run.save_final()
+    if run.trainer.global_step < recipe.trainer.max_steps:
         logger.warning(
             "trainer.max_time = %s is used up at step %d of %d; give more to train on",
             recipe.trainer.max_time,
-            session.trainer.global_step,
+            run.trainer.global_step,
             recipe.trainer.max_steps,
         )
     if not is_first():
         dataset.close()
         return None, 0
     summary = {
-        "steps": session.trainer.global_step,
+        "steps": run.trainer.global_step,
         "fingerprint": dataset.fingerprint,
         "weights_digest": weights_digest({n: p for n, p in network.named_parameters() if p.requires_grad}),
-        **session.figures(),
+        **run.figures(),
         "loader_stages": data.stages(),
         **untrained,
     }
@@ -106,7 +106,7 @@ def train(recipe: Recipe, started_at: float) -> tuple[dict[str, Any] | None, int
         logger.info("evaluating the trained policy on %d held-out layouts", recipe.evaluation.layouts)
         summary |= closed_loop(recipe, network, processor)
         summary |= swapped(closed_loop(recipe, network, processor, swap_instruction=True))
-    session.record.write_summary(summary)
+    run.record.write_summary(summary)
     dataset.close()
     return summary, 0
 

@@ -7,7 +7,7 @@ import pytest
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from recipes import launch
-from recipes.session import exits_name_their_signal
+from recipes.run import exits_name_their_signal
 
 
 def test_a_stopped_run_does_not_look_like_a_finished_one() -> None:

@@ -1,4 +1,4 @@
-"""One training session: Lightning's Trainer with this run's callbacks, loggers and checkpoints around it."""
+"""One run of training: Lightning's Trainer with its callbacks, loggers and checkpoints around it."""
 
 import logging
 import signal
@@ -40,7 +40,7 @@ _SILENCED = (
 )
 
 
-class Session:
+class Run:
     """Trains a module from where the run folder stands and keeps the figures.
 
     Args:
@@ -80,7 +80,7 @@ class Session:
 
     @property
     def start_step(self) -> int:
-        """Optimizer steps already done before this session."""
+        """Optimizer steps already done before this start."""
         return self.checkpoint[1] if self.checkpoint else 0
 
     @property
@@ -106,7 +106,7 @@ class Session:
         self._save(self.trainer)
 
     def figures(self) -> dict[str, Any]:
-        """Everything measured, over all sessions of the run."""
+        """Everything measured, over all starts of the run."""
         return {
             **self.record.losses(),
             **self.throughput.summary(),

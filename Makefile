@@ -35,5 +35,5 @@ format: install
 bench: install  ## what is claimed about the loader, measured on this machine
 	$(PY) benchmarks/loader_disturbance.py
 
-clean:
-	rm -rf $(VENV) runs
+clean:  ## environment and caches; runs are yours
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -66,7 +66,10 @@ def sample(batch: int = 4, start: int = 0) -> Sample:
     frames = torch.randint(0, 256, (2, batch, 1, 32, 64, 3), dtype=torch.uint8, generator=generator)
     return Sample(
         images={"wrist": frames[0], "top": frames[1]},
-        state={"arm": torch.randn(batch, 1, 3, generator=generator), "grip": torch.rand(batch, 1, 1, generator=generator)},
+        state={
+            "arm": torch.randn(batch, 1, 3, generator=generator),
+            "grip": torch.rand(batch, 1, 1, generator=generator),
+        },
         action={
             "move": torch.randn(batch, 8, 3, generator=generator) * 0.05,
             "close": torch.rand(batch, 8, 1, generator=generator),

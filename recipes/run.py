@@ -104,6 +104,12 @@ class Run:
     def save_final(self) -> None:
         """Checkpoint of the last step, unless the cadence has just written it; call it on every rank."""
         self._save(self.trainer)
+        step, steps = self.trainer.global_step, self.recipe.trainer.max_steps
+        if step < steps:
+            spent = self.recipe.trainer.max_time
+            logger.warning(
+                "trainer.max_time = %s is used up at step %d of %d; give more to train on", spent, step, steps
+            )
 
     def figures(self) -> dict[str, Any]:
         """Everything measured, over all starts of the run."""

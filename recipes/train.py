@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from callbacks.run_record import write_atomically
 from callbacks.step_clock import StepClock
@@ -25,6 +25,9 @@ from recipes.run import Run, set_torch_threads
 from recipes.run_folder import RunFolder
 from recipes.schema import Recipe
 from recipes.stages import make_dataset, to_do, train_grounding, with_first_stage
+
+if TYPE_CHECKING:
+    from knonik import Dataset
 
 logger = logging.getLogger(__name__)
 
@@ -46,58 +49,50 @@ def train(recipe: Recipe, started_at: float) -> tuple[dict[str, Any] | None, int
     folder = RunFolder(recipe.run.dir)
     if is_first():
         folder.claim()
+    missing = to_do(recipe)
+    assert not missing or world_size() == 1, "stages are made by one process; `launch` has seen to it"
+    make_dataset(recipe)
     if recipe.run.stage == "grounding":
-        make_dataset(recipe)
         return train_grounding(recipe, started_at), 0
-    if to_do(recipe):
-        assert world_size() == 1, "stages are made by one process; `launch` has seen to it"
-        make_dataset(recipe)
-        started = with_first_stage(recipe, started_at)
+    started = with_local_weights(with_first_stage(recipe, started_at))
+    if missing:
         started_at = time.perf_counter()  # the stages before are not this run's start-up
-    else:
-        started = with_first_stage(recipe, started_at)
+    with build_dataset(recipe) as dataset:
+        return _train_policy(started, recipe, folder, dataset, started_at)
 
-    started = with_local_weights(started)
 
-    dataset = build_dataset(recipe)
+def _train_policy(
+    started: Recipe, recipe: Recipe, folder: RunFolder, dataset: "Dataset", started_at: float
+) -> tuple[dict[str, Any] | None, int]:
+    """Train on an opened dataset; `started` is the recipe with the weights it starts from named by their files."""
     processor = build_processor(started, dataset)
     network = build_network(started)
+    untrained: dict[str, Any] = {}
     if is_first():
         _report_changes(folder, recipe)
         folder.create(recipe)
         write_atomically(folder.path / PROCESSOR_FILE, json.dumps(processor.to_dict()) + "\n")
-
-    untrained: dict[str, Any] = {}
-    if recipe.evaluation is not None and is_first():
-        untrained = _once(
-            folder.path / UNTRAINED_FILE,
-            lambda: {"success_rate_untrained": closed_loop(recipe, network, processor)["success_rate"]},
-        )
+        if recipe.evaluation is not None:
+            untrained = _once(
+                folder.path / UNTRAINED_FILE,
+                lambda: {"success_rate_untrained": closed_loop(recipe, network, processor)["success_rate"]},
+            )
     anchors = len(dataset.order(seed=recipe.seed, epoch=0, horizon=recipe.data.horizon if _inside(recipe) else 1))
     run = Run(recipe, folder, StepClock(started_at), samples_per_epoch=anchors)
     if is_first():
         run.record.write_environment({"fingerprint": dataset.fingerprint, "world_size": world_size()})
-    module = build_module(recipe, network)
     data = build_datamodule(recipe, dataset, processor, batch_size_per_rank(recipe, world_size()))
-    run.fit(module, datamodule=data)
+    run.fit(build_module(recipe, network), datamodule=data)
     if run.stopped_by is not None:
-        dataset.close()
         return None, 128 + run.stopped_by
     run.save_final()
-    if run.trainer.global_step < recipe.trainer.max_steps:
-        logger.warning(
-            "trainer.max_time = %s is used up at step %d of %d; give more to train on",
-            recipe.trainer.max_time,
-            run.trainer.global_step,
-            recipe.trainer.max_steps,
-        )
     if not is_first():
-        dataset.close()
         return None, 0
+    trained = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
     summary = {
         "steps": run.trainer.global_step,
         "fingerprint": dataset.fingerprint,
-        "weights_digest": weights_digest({n: p for n, p in network.named_parameters() if p.requires_grad}),
+        "weights_digest": weights_digest(trained),
         **run.figures(),
         "loader_stages": data.stages(),
         **untrained,
@@ -107,7 +102,6 @@ def train(recipe: Recipe, started_at: float) -> tuple[dict[str, Any] | None, int
         summary |= closed_loop(recipe, network, processor)
         summary |= swapped(closed_loop(recipe, network, processor, swap_instruction=True))
     run.record.write_summary(summary)
-    dataset.close()
     return summary, 0
 
 

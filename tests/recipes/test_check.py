@@ -182,6 +182,12 @@ def test_a_first_stage_made_differently_is_not_reused(tmp_path: Path) -> None:
         with_first_stage(other, started_at=0.0)
 
 
+def test_a_grounding_stage_runs_in_one_process(tmp_path: Path) -> None:
+    recipe = load("quickstart_grounding", [f"data.uri={tmp_path / 'later'}"])
+    assert check(recipe, world_size=1) == []
+    assert check(recipe, world_size=2) == ["run.stage: a grounding stage runs in one process, torchrun started 2"]
+
+
 def test_nodes_and_ranks_must_multiply(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "16")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")

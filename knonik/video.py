@@ -10,7 +10,7 @@ import io
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from types import TracebackType
@@ -257,12 +257,6 @@ class Mp4Joiner:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def join_mp4(path: Path, parts: Iterable[bytes], *, fps: float) -> list[tuple[float, float]]:
-    """Join whole mp4s into one; returns where each begins and ends, in seconds."""
-    with Mp4Joiner(path, fps=fps) as joiner:
-        return [joiner.add(part) for part in parts]
 
 
 def _rate(fps: float) -> Fraction:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from callbacks.run_record import write_atomically
 from callbacks.step_clock import StepClock
+from models.gr00t_n17.parallelize import tuned_parameters
 from models.gr00t_n17.weights import weights_digest
 from recipes.build import (
     build_datamodule,
@@ -88,11 +89,10 @@ def _train_policy(
     run.save_final()
     if not is_first():
         return None, 0
-    trained = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
     summary = {
         "steps": run.trainer.global_step,
         "fingerprint": dataset.fingerprint,
-        "weights_digest": weights_digest(trained),
+        "weights_digest": weights_digest(tuned_parameters(network)),
         **run.figures(),
         "loader_stages": data.stages(),
         **untrained,

@@ -11,7 +11,7 @@ import pytest
 from knonik.gop import ObjectIndex
 from knonik.mp4 import read_packets
 from knonik.store import open_store
-from knonik.video import DecodeError, GopDecoder, encode_mp4, join_mp4
+from knonik.video import DecodeError, GopDecoder, Mp4Joiner, encode_mp4
 
 
 def clip(frames: int, height: int, width: int, seed: int = 0) -> np.ndarray:
@@ -106,7 +106,8 @@ def test_joined_file_holds_the_parts(tmp_path: Path) -> None:
         part = io.BytesIO()
         encode_mp4(part, clip(7, 32, 32, seed), fps=10, codec="h264", gop=2)
         parts.append(part.getvalue())
-    spans = join_mp4(tmp_path / "all.mp4", parts, fps=10)
+    with Mp4Joiner(tmp_path / "all.mp4", fps=10) as joiner:
+        spans = [joiner.add(part) for part in parts]
     assert spans == [(0.0, 0.7), (0.7, 1.4), (1.4, 2.1)]
     joined = stock_frames(tmp_path / "all.mp4")
     for i, part in enumerate(parts):

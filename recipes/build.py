@@ -3,13 +3,14 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from recipes.parse import nearest
 from recipes.schema import Recipe
 
 if TYPE_CHECKING:  # importing these takes seconds; `show` and configuration errors must not wait for them
     from knonik import DataModule, Dataset
+    from models.common.optim import OptimizerConfig, ScheduleConfig
     from models.gr00t_n17.config import GR00TN17Config
     from models.gr00t_n17.module import GR00TN17Module
     from models.gr00t_n17.network import GR00TN17
@@ -106,18 +107,32 @@ def build_network(recipe: Recipe) -> "GR00TN17":
     return network
 
 
+def optimizer(recipe: Recipe) -> "OptimizerConfig":
+    """The optimizer's values, as the models take them."""
+    from models.common.optim import OptimizerConfig
+
+    return OptimizerConfig(**dataclasses.asdict(recipe.optimizer))
+
+
+def schedule(recipe: Recipe) -> "ScheduleConfig":
+    """The schedule's values, as the models take them: warm-up in steps where the recipe gives steps."""
+    from models.common.optim import ScheduleConfig
+
+    ratio = recipe.schedule.warmup_ratio if recipe.schedule.warmup_steps is None else None
+    return ScheduleConfig(
+        max_steps=recipe.trainer.max_steps, warmup_steps=recipe.schedule.warmup_steps, warmup_ratio=ratio
+    )
+
+
 def build_module(recipe: Recipe, network: "GR00TN17") -> "GR00TN17Module":
     """The Lightning module around a network."""
     from models.gr00t_n17.module import GR00TN17Module
 
-    warmup: dict[str, Any] = {"warmup_ratio": recipe.schedule.warmup_ratio}
-    if recipe.schedule.warmup_steps is not None:
-        warmup = {"warmup_steps": recipe.schedule.warmup_steps}
     return GR00TN17Module(
         network,
         seed=recipe.seed,
-        optimizer=dataclasses.asdict(recipe.optimizer),
-        schedule={"max_steps": recipe.trainer.max_steps, **warmup},
+        optimizer=optimizer(recipe),
+        schedule=schedule(recipe),
         flow_draws=recipe.model.flow_draws,
     )
 

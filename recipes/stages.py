@@ -106,23 +106,19 @@ def train_grounding(recipe: Recipe, started_at: float) -> dict[str, Any]:
     """
     from callbacks.step_clock import StepClock
     from models.gr00t_n17.weights import save_weights
-    from recipes.build import build_dataset, build_network, build_processor, cameras
+    from recipes.build import build_dataset, build_network, build_processor, cameras, optimizer, schedule
     from recipes.run import Run
     from recipes.tabletop.grounding import GroundingSettings, build_grounding
 
     dataset = build_dataset(recipe)
     processor = build_processor(recipe, dataset)
     network = build_network(recipe)
-    batch_size = recipe.data.batch_size
-    if batch_size is None or batch_size % 2:
-        raise ValueError(f"data.batch_size: {batch_size} of a grounding stage must be even, two rows for each table")
+    assert recipe.data.batch_size is not None, "`check` has seen to it"
     settings = GroundingSettings(
         seed=recipe.seed,
-        steps=recipe.trainer.max_steps,
-        layouts_per_batch=batch_size // 2,
-        lr=recipe.optimizer.lr,
-        weight_decay=recipe.optimizer.weight_decay,
-        warmup_steps=recipe.schedule.warmup_steps or 0,
+        layouts_per_batch=recipe.data.batch_size // 2,
+        optimizer=optimizer(recipe),
+        schedule=schedule(recipe),
     )
     module, loader = build_grounding(
         network, processor, settings, cameras=cameras(recipe, dataset), horizon=recipe.data.horizon

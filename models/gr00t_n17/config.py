@@ -5,7 +5,6 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Self
 
 from models.gr00t_n17 import config_check
@@ -277,11 +276,6 @@ class GR00TN17Config:
             if isinstance(values.get(key), list):
                 values[key] = tuple(values[key])
         return cls(**values, **sections, extra={**extra, **unknown})
-
-    @classmethod
-    def from_json(cls, path: Path) -> Self:
-        """Read `config.json` of a checkpoint folder."""
-        return cls.from_dict(json.loads(Path(path).read_text()))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values in the layout of config.json, keys of `extra` in their place; inverse of `from_dict`."""

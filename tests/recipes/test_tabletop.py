@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import knonik
+from models.common.optim import OptimizerConfig, ScheduleConfig
 from recipes.tabletop.closed_loop import evaluate
 from recipes.tabletop.demos import demonstration_episodes, generate_demonstrations
 from recipes.tabletop.expert import demonstrate, expert_action
@@ -269,8 +270,17 @@ class WordBackbone(nn.Module):
         return Features(self.words(input_ids) * seen + seen, attention_mask, input_ids == 0)
 
 
+def grounding_settings(*, seed: int, steps: int, layouts: int, warmup: int) -> GroundingSettings:
+    return GroundingSettings(
+        seed=seed,
+        layouts_per_batch=layouts,
+        optimizer=OptimizerConfig(lr=2e-3, weight_decay=1e-4),
+        schedule=ScheduleConfig(max_steps=steps, warmup_steps=warmup),
+    )
+
+
 def test_grounding_items_are_a_function_of_the_index() -> None:
-    settings = GroundingSettings(seed=3, steps=4, layouts_per_batch=5, warmup_steps=1)
+    settings = grounding_settings(seed=3, steps=4, layouts=5, warmup=1)
     one, other = (GroundingDataset(WordProcessor(), settings, cameras=CAMERAS[:2], horizon=8) for _ in range(2))
     last = other[3]
     first = [one[index] for index in range(4)]
@@ -295,7 +305,7 @@ def test_grounding_target_is_the_named_block() -> None:
 
 
 def test_grounding_trains_the_backbone_and_repeats() -> None:
-    settings = GroundingSettings(seed=1, steps=8, layouts_per_batch=8, warmup_steps=2)
+    settings = grounding_settings(seed=1, steps=8, layouts=8, warmup=2)
     losses = []
     for _ in range(2):
         dataset = GroundingDataset(WordProcessor(), settings, cameras=[TOP], horizon=8)

@@ -51,9 +51,9 @@ def gather(steps: Sequence[Step], device: torch.device) -> Window:
 
     One collective of a few numbers per step and one device synchronisation (for the losses) per call.
     """
-    losses = torch.stack([step.loss.detach().double().to(device) for step in steps]).float()
+    losses = torch.stack([step.loss for step in steps]).to(device, torch.float64)
     table = torch.tensor([[s.wait_s, s.step_s, s.samples, s.flops] for s in steps], dtype=torch.float64)
-    local = torch.cat([table.to(device), losses.double().unsqueeze(1)], dim=1)  # [steps, 5]
+    local = torch.cat([table.to(device), losses.unsqueeze(1)], dim=1)  # [steps, 5]
     world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if world_size == 1:
         ranks = local.unsqueeze(0)

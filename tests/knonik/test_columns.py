@@ -90,12 +90,14 @@ def test_built_once_and_again_when_damaged(tmp_path: Path, caplog: pytest.LogCap
     assert [path.name for path in cache.glob("[!.]*")] == ["list.npy"]
 
 
-def test_several_builders_at_once(tmp_path: Path) -> None:
+def test_of_several_at_once_one_builds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     store = open_store(_write(tmp_path))
     with ThreadPoolExecutor(6) as pool:
         jobs = [pool.submit(load_columns, store, _table(), ["list", "flag"], tmp_path / "cache") for _ in range(12)]
         for job in jobs:
             np.testing.assert_array_equal(job.result()["list"][:, 0], EXPECTED)
+    assert caplog.text.count("reading columns") == 1
     assert sorted(path.name for path in (tmp_path / "cache").glob("[!.]*")) == ["flag.npy", "list.npy"]
 
 

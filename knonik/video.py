@@ -10,7 +10,8 @@ import io
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from types import TracebackType
@@ -49,6 +50,19 @@ class CodecInfo(Protocol):
         """The codec's configuration record as stored in the container."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class FrameTags:
+    """How a decoded frame stores colour, as libav names and numbers it.
+
+    pix_fmt: such as `yuv420p`. matrix: AVCOL_SPC_*, 1 is BT.709, 5 and 6 are BT.601, 9 is BT.2020, 2 is unspecified.
+    range: AVCOL_RANGE_*, 1 is limited, 2 is full, 0 is unspecified.
+    """
+
+    pix_fmt: str
+    matrix: int
+    range: int
+
+
 class GopDecoder:
     """Decodes wanted frames of one GOP at a time; safe to call from any number of threads.
 
@@ -66,21 +80,30 @@ class GopDecoder:
         packets: Sequence[bytes | memoryview],
         pts: Sequence[int],
         wanted: Sequence[int],
-        out: Sequence[UInt8Array],
-    ) -> None:
-        """Write the frames with presentation times `wanted` into `out`, as rgb24 by libav's default conversion.
+        out: Sequence[NDArray[Any]],
+        format: str = "rgb24",
+        tags: FrameTags | None = None,
+    ) -> FrameTags | None:
+        """Write the frames with presentation times `wanted` into `out`; returns how they store colour.
 
         Args:
             codec: codec name and configuration record.
             packets: the packets of a GOP in stored order; the first one is a key frame.
             pts: presentation time of each packet, any unit, each value once.
             wanted: presentation times asked for, in any order; repeats are allowed.
-            out: one uint8 array [H, W, 3] per wanted frame.
+            out: one array per wanted frame, shaped as `format` says.
+            format: `rgb24`, uint8 [H, W, 3] by libav's default conversion; `yuv420p`, uint8 [N] with the rows of Y, U
+                and V one after another, without padding; `gray12le`, uint16 [H, W]. The last two must be what the
+                stream holds: only rgb24 is converted to.
+            tags: what the frames must be like; None allows all.
 
         Raises:
-            DecodeError: a wanted time is in no packet, a frame does not come out, or it has another size than `out`.
+            DecodeError: a wanted time is in no packet, a frame does not come out, or it has another size or format than
+                `out`, `format` and `tags` say.
         """
-        targets: dict[int, list[UInt8Array]] = {}
+        if format not in _WRITERS:
+            raise ValueError(f"format={format!r} is not known; allowed: {', '.join(_WRITERS)}")
+        targets: dict[int, list[NDArray[Any]]] = {}
         for time, array in zip(wanted, out, strict=True):
             targets.setdefault(time, []).append(array)
         last = max((index for index, time in enumerate(pts) if time in targets), default=-1)
@@ -96,12 +119,13 @@ class GopDecoder:
         # Taken out while in use: a context that failed half-way is not used again.
         context = contexts.pop(key, None) or _Context(codec)
         try:
-            context.decode(packets, pts, last, targets)
+            found = context.decode(packets, pts, last, targets, format, tags)
         except av.FFmpegError as error:
             raise DecodeError(f"{codec.name} decoder refused a packet of the GOP {_span(pts)}: {error}") from error
         contexts[key] = context
         if len(contexts) > self._capacity:
             contexts.popitem(last=False)
+        return found
 
     def close(self) -> None:
         """Drop the calling thread's codec contexts; other threads' go when these threads end."""
@@ -127,37 +151,92 @@ class _Context:
         packets: Sequence[bytes | memoryview],
         pts: Sequence[int],
         last: int,
-        targets: dict[int, list[UInt8Array]],
-    ) -> None:
+        targets: dict[int, list[NDArray[Any]]],
+        format: str,
+        tags: FrameTags | None,
+    ) -> FrameTags | None:
         if self._used:
             self._decoder.flush_buffers()
         self._used = True
+        found: FrameTags | None = None
         for index in range(last + 1):
             packet = av.Packet(packets[index])  # type: ignore[arg-type]  # any buffer is taken
             packet.pts = pts[index]
             packet.dts = index  # any rising value: only order matters here
             for frame in self._decoder.decode(packet):
-                self._deliver(frame, targets)
+                found = self._deliver(frame, targets, format, tags) or found
         if targets:
             for frame in self._decoder.decode(None):
-                self._deliver(frame, targets)
+                found = self._deliver(frame, targets, format, tags) or found
         if targets:
             raise DecodeError(f"no frame came out for pts {sorted(targets)} of the GOP {_span(pts)}")
+        return found
 
-    def _deliver(self, frame: Any, targets: dict[int, list[UInt8Array]]) -> None:
+    def _deliver(
+        self, frame: Any, targets: dict[int, list[NDArray[Any]]], format: str, tags: FrameTags | None
+    ) -> FrameTags | None:
         arrays = targets.pop(frame.pts, None)
         if arrays is None:
-            return
+            return None
         if frame.is_corrupt:
             raise DecodeError(f"the frame with pts {frame.pts} is damaged")
-        rgb: Any = self._reformatter.reformat(frame, format="rgb24", threads=1)
-        plane = rgb.planes[0]
-        # A view of the converter's rows without their padding; `to_ndarray` would copy them once more.
-        pixels = np.ndarray((rgb.height, rgb.width, 3), np.uint8, plane, strides=(plane.line_size, 3, 1))
+        found = _tags(frame)
+        if tags is not None and found != tags:
+            raise DecodeError(f"the frame with pts {frame.pts} is {found}, expected {tags}")
+        if format == "rgb24":
+            frame = self._reformatter.reformat(frame, format="rgb24", threads=1)
+        elif found.pix_fmt not in _SAME_LAYOUT[format]:
+            raise DecodeError(f"the frame with pts {frame.pts} is {found.pix_fmt}, which cannot be given as {format}")
         for array in arrays:
-            if array.shape != pixels.shape:
-                raise DecodeError(f"the frame with pts {frame.pts} is {pixels.shape}, expected {array.shape}")
-            array[...] = pixels
+            _WRITERS[format](frame, array)
+        return found
+
+
+def _tags(frame: Any) -> FrameTags:
+    return FrameTags(pix_fmt=frame.format.name, matrix=int(frame.colorspace), range=int(frame.color_range))
+
+
+def _plane(frame: Any, number: int, dtype: Any, *shape: int) -> NDArray[Any]:
+    """A view of a plane's pixels without the padding of its rows; `to_ndarray` would copy them once more."""
+    plane, item = frame.planes[number], np.dtype(dtype).itemsize
+    strides = (plane.line_size, *(item * int(np.prod(shape[i + 1 :])) for i in range(1, len(shape))))
+    return np.ndarray(shape, dtype, plane, strides=strides)
+
+
+def _write(frame: Any, array: NDArray[Any], pixels: NDArray[Any]) -> None:
+    if array.shape != pixels.shape:
+        raise DecodeError(f"the frame with pts {frame.pts} is {pixels.shape}, expected {array.shape}")
+    array[...] = pixels
+
+
+def _write_rgb24(frame: Any, array: NDArray[Any]) -> None:
+    _write(frame, array, _plane(frame, 0, np.uint8, frame.height, frame.width, 3))
+
+
+def _write_yuv420p(frame: Any, array: NDArray[Any]) -> None:
+    height, width = frame.height, frame.width
+    half = -(-height // 2), -(-width // 2)
+    luma, chroma = height * width, half[0] * half[1]
+    if array.shape != (luma + 2 * chroma,):
+        raise DecodeError(
+            f"the frame with pts {frame.pts} has planes of {luma + 2 * chroma} bytes, expected {array.shape}"
+        )
+    array[:luma].reshape(height, width)[...] = _plane(frame, 0, np.uint8, height, width)
+    array[luma : luma + chroma].reshape(half)[...] = _plane(frame, 1, np.uint8, *half)
+    array[luma + chroma :].reshape(half)[...] = _plane(frame, 2, np.uint8, *half)
+
+
+def _write_gray12le(frame: Any, array: NDArray[Any]) -> None:
+    _write(frame, array, _plane(frame, 0, np.dtype("<u2"), frame.height, frame.width))
+
+
+_WRITERS: Mapping[str, Callable[[Any, NDArray[Any]], None]] = {
+    "rgb24": _write_rgb24,
+    "yuv420p": _write_yuv420p,
+    "gray12le": _write_gray12le,
+}
+# yuvj420p is the old name of full-range yuv420p; its range stands in the tags as well.
+_SAME_LAYOUT: Mapping[str, tuple[str, ...]] = {"yuv420p": ("yuv420p", "yuvj420p"), "gray12le": ("gray12le",)}
 
 
 def _span(pts: Sequence[int]) -> str:

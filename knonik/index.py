@@ -52,6 +52,8 @@ class VideoIndex:
     def __init__(
         self, episodes: EpisodeTable, tables: Mapping[str, PacketTable], cameras: Mapping[str, CameraRows]
     ) -> None:
+        self.versions: Mapping[str, str] = {}
+        self._far_keys: frozenset[str] | None = None
         self._episodes = episodes
         self._tables = tables
         self._cameras = cameras
@@ -96,6 +98,29 @@ class VideoIndex:
     def gop(self, key: str, frame: int) -> Gop:
         """The packets that present frame `frame` of object `key`."""
         return self.object(key).gop(frame)
+
+    def group(self, key: str, number: int) -> int:
+        """Number of the GOP that presents frame `number` of object `key`: frames with equal groups decode together."""
+        return self.object(key).gop_number(number)
+
+    def unit_span(self, key: str, group: int) -> tuple[int, int]:
+        """(offset, length) of the bytes of object `key` that any frame of GOP `group` needs."""
+        return self.object(key).span(group)
+
+    def version(self, key: str) -> str:
+        """Version of the object the index was made from, "" if unknown."""
+        return self.versions.get(key, "")
+
+    def has_far_rows(self, key: str) -> bool:
+        """Whether some row shown by object `key` breaks the stock tolerance."""
+        if self._far_keys is None:
+            found = set()
+            for name, rows in self._cameras.items():
+                episodes = np.searchsorted(self._episodes.first_row, rows.far_rows, side="right") - 1
+                table = self._episodes.cameras[name]
+                found |= {table.keys[number] for number in np.unique(table.object[episodes]).tolist()}
+            self._far_keys = frozenset(found)
+        return key in self._far_keys
 
     def off_s(self, camera: str, episode: int, frame: int) -> float:
         """Seconds between the row's time and its frame if that is more than the stock tolerance, else 0."""

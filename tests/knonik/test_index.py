@@ -172,6 +172,24 @@ def test_gops_with_reordered_frames() -> None:
         first.pts_of(6)
 
 
+def test_units_hold_the_packets_of_all_their_frames() -> None:
+    index = _object([0, 3, 1, 2, 6, 4, 5, 8, 7], sync=[0, 4])
+    # The leading pictures 4 and 5 lie behind the second sync packet, so the two units overlap.
+    assert [index.span(g) for g in (0, 1)] == [(0, 660), (400, 460)]
+    body = np.random.default_rng(0).integers(0, 256, 900, np.uint8).tobytes()
+    for frame in range(9):
+        begin, length = index.span(index.gop_number(frame))
+        gop = index.gop(frame).through(frame)
+        parts, pts = index.cut(frame, body[begin : begin + length], begin)
+        assert pts == gop.pts.tolist()
+        assert [bytes(part) for part in parts] == [body[o : o + 60] for o in gop.offsets.tolist()]
+    assert index.reach(1) == (0, 260)
+    with pytest.raises(IndexError, match=r"o\.mp4: frame 5 needs bytes 0-659, given are 0-599"):
+        index.cut(5, body[:600], 0)
+    with pytest.raises(IndexError, match=r"frame -1 was asked for"):
+        index.cut(-1, body, 0)
+
+
 def test_hidden_packets_are_decoded_but_no_frames() -> None:
     index = _object([-2, -1, 0, 1, 2, 3], sync=[0, 4], shown=[False, False, True, True, True, True])
     assert index.pts.tolist() == [0, 1, 2, 3]

@@ -65,7 +65,8 @@ class Dataset:
 
     Attributes:
         uri, version, fps, features, tasks, fingerprint: from the metadata; tasks maps task_index to text.
-        cameras: keys of the cameras that have video.
+        cameras: keys of the colour cameras, stored as video or as images.
+        depth_cameras: keys of the cameras that hold depth maps.
         episodes: table of the episodes in use.
         store, index: for readers that fetch and decode on their own.
     """
@@ -81,7 +82,9 @@ class Dataset:
         self.features: dict[str, dict[str, Any]] = metadata.features
         self.tasks = metadata.tasks
         self.fingerprint = metadata.fingerprint
-        self.cameras = list(metadata.episodes.cameras)
+        tables = metadata.episodes.cameras
+        self.cameras = [name for name, table in tables.items() if table.depth is None]
+        self.depth_cameras = [name for name, table in tables.items() if table.depth is not None]
         self.episodes = episodes
         self._all_episodes = metadata.episodes
         self._folder = folder

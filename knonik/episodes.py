@@ -2,22 +2,49 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObjectInfo:
+    """Size of an object in bytes, and its version: equal versions have equal bytes; "" where it is not known."""
+
+    size: int
+    version: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DepthSpec:
+    """Scale of a depth video: 12-bit code c stands for the depth at share c / 4095 of the way from min_m to max_m.
+
+    min_m, max_m, shift_m: metres. log: the way is equal steps of ln(depth + shift_m) instead of equal steps of depth.
+    Defaults are those of LeRobot's depth encoder.
+    """
+
+    min_m: float = 0.01
+    max_m: float = 10.0
+    shift_m: float = 3.5
+    log: bool = True
+
+
 @dataclass(frozen=True, kw_only=True)
 class CameraTable:
-    """Video of one camera for every episode.
+    """Pictures of one camera for every episode.
 
-    keys: distinct video objects. object: [E] index into keys. start_s: [E] seconds inside the object at which the
-    episode begins.
+    keys: distinct objects. object: [E] index into keys. start_s: [E] seconds inside the object at which the episode
+    begins; 0 and without meaning for images. kind: "video" in colour, "image" for encoded images inside the data files
+    (then keys and object are those of the data, and the picture of a frame is in row data_row + frame of the object),
+    "depth" for a depth video, whose codes `depth` explains.
     """
 
     keys: tuple[str, ...]
     object: NDArray[np.int64]
     start_s: NDArray[np.float64]
+    kind: Literal["video", "image", "depth"] = "video"
+    depth: DepthSpec | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +53,8 @@ class EpisodeTable:
 
     ids: episode ids, which are names and never positions. length: rows. first_row: number of the first row among the
     rows of the whole dataset. data_keys: distinct Parquet objects. data_object: index into data_keys. data_row: first
-    row inside that object.
-    tasks: task texts the metadata lists for the episode. cameras: per camera key the video table.
+    row inside that object. data_info: size and version of each of data_keys, empty where they were not listed.
+    tasks: task texts the metadata lists for the episode. cameras: per camera key its table.
     """
 
     ids: NDArray[np.int64]
@@ -38,6 +65,7 @@ class EpisodeTable:
     data_row: NDArray[np.int64]
     tasks: tuple[tuple[str, ...], ...]
     cameras: dict[str, CameraTable]
+    data_info: tuple[ObjectInfo, ...] = ()
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -83,7 +111,7 @@ class EpisodeTable:
             data_row=self.data_row[keep],
             tasks=tuple(self.tasks[i] for i in keep),
             cameras={
-                name: CameraTable(keys=camera.keys, object=camera.object[keep], start_s=camera.start_s[keep])
+                name: replace(camera, object=camera.object[keep], start_s=camera.start_s[keep])
                 for name, camera in self.cameras.items()
             },
         )

@@ -5,37 +5,25 @@ without files, unknown keys); what is unambiguous is read, anything else is an e
 """
 
 import hashlib
-import io
-import json
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
-from knonik.episodes import CameraTable, EpisodeTable
-from knonik.store import Store, StoreError
+from knonik.cameras import camera_tables, distinct
+from knonik.episode_rows import EpisodeRows, episode_columns, is_episode_file, rows_v2, rows_v3
+from knonik.episodes import EpisodeTable, ObjectInfo
+from knonik.meta_files import MetadataError, entry, json_lines, json_object, parquet_table, read_in_order
+from knonik.object_paths import data_paths
+from knonik.store import Store
 
-logger = logging.getLogger(__name__)
+__all__ = ["VERSIONS", "Metadata", "MetadataError", "read_metadata"]
 
 VERSIONS = ("v2.0", "v2.1", "v3.0")
-DATA_TEMPLATES = (
-    "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
-    "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
-)
-VIDEO_TEMPLATES = (
-    "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4",
-    "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4",
-)
 _MEDIA_FOLDERS = ("data", "videos", "video")
-
-
-class MetadataError(ValueError):
-    """The dataset's metadata is missing, damaged or contradicts its files."""
+_OWN_FOLDER = ".knonik"  # what this library publishes beside a dataset is no part of it
+_INFO = "meta/info.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +31,8 @@ class Metadata:
     """A dataset's schema and episode table.
 
     fps: frames per second. features: the declarations of info.json, unchanged. tasks: task_index -> text.
-    sizes: key -> bytes of all data and video objects. fingerprint: SHA-256 over metadata bytes and `sizes`.
+    objects: key -> size and version of all data and video objects. fingerprint: SHA-256 over the metadata's bytes and
+    the keys and sizes of `objects`, so a copy of the dataset elsewhere has the same one.
     """
 
     version: str
@@ -51,8 +40,13 @@ class Metadata:
     features: dict[str, dict[str, Any]]
     tasks: dict[int, str]
     episodes: EpisodeTable
-    sizes: dict[str, int]
+    objects: dict[str, ObjectInfo]
     fingerprint: str
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Key -> bytes of all data and video objects."""
+        return {key: info.size for key, info in self.objects.items()}
 
 
 def read_metadata(store: Store) -> Metadata:
@@ -62,137 +56,72 @@ def read_metadata(store: Store) -> Metadata:
         FileNotFoundError: there is no meta/info.json.
         MetadataError: a file or key is missing or wrong.
     """
-    files = {key: store.read(key) for key in store.sizes("meta")}
-    if "meta/info.json" not in files:
-        raise FileNotFoundError(f"no LeRobot dataset at {store.uri}: looked for meta/info.json")
-    sizes = {key: size for folder in _MEDIA_FOLDERS for key, size in store.sizes(folder).items()}
-    info = _json_object(files["meta/info.json"], "meta/info.json")
-    version = str(_get(info, "codebase_version", "meta/info.json"))
+    listed = _listing(store, "meta")
+    if _INFO not in listed:
+        raise FileNotFoundError(f"no LeRobot dataset at {store.uri}: looked for {_INFO}")
+    objects = {key: found for folder in _MEDIA_FOLDERS for key, found in _listing(store, folder).items()}
+    digest = hashlib.sha256()
+    files: dict[str, bytes] = {}
+    episode_parts: dict[str, Any] = {}
+    # Big files are hashed, cut down to what is needed and dropped one by one: their sum may be gigabytes.
+    for key, body in read_in_order(store, {key: found.size for key, found in listed.items()}):
+        digest.update(f"{key}\0{len(body)}\0".encode())
+        digest.update(body)
+        if is_episode_file(key):
+            episode_parts[key] = episode_columns(body, key)
+        elif key in _FILES:
+            files[key] = body
+    for key in sorted(objects):
+        digest.update(f"{key}\0{objects[key].size}\0".encode())
+
+    info = json_object(files[_INFO], _INFO)
+    version = str(entry(info, "codebase_version", _INFO))
     if version not in VERSIONS:
-        raise MetadataError(f"meta/info.json: codebase_version is {version!r}; read are {', '.join(VERSIONS)}")
+        raise MetadataError(f"{_INFO}: codebase_version is {version!r}; read are {', '.join(VERSIONS)}")
     fps = _positive(info, "fps")
-    features = _get(info, "features", "meta/info.json")
-    if not isinstance(features, dict):
-        raise MetadataError("meta/info.json: features must be an object of name -> declaration")
-    for name, feature in features.items():
-        if not isinstance(feature, dict) or not isinstance(feature.get("dtype"), str):
-            raise MetadataError(f"meta/info.json: feature {name} is {feature!r}; an object with a dtype was expected")
-    rows = _episodes_v3(files) if version == "v3.0" else _episodes_v2(files)
+    features = _features(info)
+    rows = rows_v3(episode_parts) if version == "v3.0" else rows_v2(files)
     return Metadata(
         version=version,
         fps=fps,
         features=features,
         tasks=_tasks(files),
-        episodes=_table(rows, info, features, sizes),
-        sizes=sizes,
-        fingerprint=_fingerprint(files, sizes),
+        episodes=_table(rows, info, features, objects),
+        objects=objects,
+        fingerprint=digest.hexdigest(),
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Rows:
-    """Episode rows before paths are resolved. columns: numeric columns [E] by name on disk. source: their file."""
-
-    columns: dict[str, NDArray[Any]]
-    tasks: list[tuple[str, ...]]
-    source: str
-
-    def ints(self, name: str) -> NDArray[np.int64]:
-        if name not in self.columns:
-            raise MetadataError(f"{self.source}: column {name} is missing; it has {', '.join(sorted(self.columns))}")
-        return self.columns[name].astype(np.int64)
+_FILES = (_INFO, "meta/episodes.jsonl", "meta/tasks.jsonl", "meta/tasks.parquet")
 
 
-def _episodes_v2(files: Mapping[str, bytes]) -> _Rows:
-    source = "meta/episodes.jsonl"
-    lines = _json_lines(files, source)
-    columns = {
-        name: np.array([int(_get(line, name, source)) for line in lines], np.int64)
-        for name in ("episode_index", "length")
-    }
-    return _sorted(columns, [_texts(line.get("tasks")) for line in lines], source)
+def _listing(store: Store, folder: str) -> dict[str, ObjectInfo]:
+    sizes = store.sizes(folder)
+    return {key: ObjectInfo(size=size, version="") for key, size in sizes.items() if _OWN_FOLDER not in key.split("/")}
 
 
-def _episodes_v3(files: Mapping[str, bytes]) -> _Rows:
-    keys = sorted(key for key in files if key.startswith("meta/episodes/") and key.endswith(".parquet"))
-    if not keys:
-        raise MetadataError(
-            "meta/episodes: no parquet file there; a v3.0 dataset lists its episodes in "
-            "meta/episodes/chunk-000/file-000.parquet"
-        )
-    parts = []
-    for key in keys:
-        with _parquet(files[key], key) as file:
-            # Per-episode statistics make up most of the bytes and are not needed here.
-            names = [name for name in file.schema_arrow.names if not name.startswith("stats/")]
-            parts.append(file.read(columns=names))
-    table = pa.concat_tables(parts, promote_options="default")
-    columns = {}
-    for name in table.column_names:
-        column = table.column(name)
-        if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
-            if column.null_count and not name.startswith("videos/"):
-                raise MetadataError(f"meta/episodes: column {name} has {column.null_count} empty values")
-            columns[name] = column.to_numpy()
-    tasks = table.column("tasks").to_pylist() if "tasks" in table.column_names else [None] * len(table)
-    return _sorted(columns, [_texts(entry) for entry in tasks], "meta/episodes")
+def _features(info: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    features = entry(info, "features", _INFO)
+    if not isinstance(features, dict):
+        raise MetadataError(f"{_INFO}: features must be an object of name -> declaration")
+    for name, feature in features.items():
+        if not isinstance(feature, dict) or not isinstance(feature.get("dtype"), str):
+            raise MetadataError(f"{_INFO}: feature {name} is {feature!r}; an object with a dtype was expected")
+    return features
 
 
-def _sorted(columns: dict[str, NDArray[Any]], tasks: list[tuple[str, ...]], source: str) -> _Rows:
-    rows = _Rows(columns=columns, tasks=tasks, source=source)
-    ids = rows.ints("episode_index")
-    if not len(ids):
-        raise MetadataError(f"{source}: lists no episode")
-    order = np.argsort(ids, kind="stable")
-    twice = ids[order][1:][np.diff(ids[order]) == 0]
-    if len(twice):
-        raise MetadataError(f"{source}: episode_index {twice[0]} stands there twice")
-    if np.any(rows.ints("length") <= 0):
-        raise MetadataError(f"{source}: length of episode {ids[rows.ints('length') <= 0][0]} is not positive")
-    return _Rows(
-        columns={name: column[order] for name, column in columns.items()},
-        tasks=[tasks[i] for i in order],
-        source=source,
-    )
-
-
-def _table(rows: _Rows, info: Mapping[str, Any], features: Mapping[str, Any], sizes: Mapping[str, int]) -> EpisodeTable:
+def _table(
+    rows: EpisodeRows,
+    info: Mapping[str, Any],
+    features: Mapping[str, dict[str, Any]],
+    objects: Mapping[str, ObjectInfo],
+) -> EpisodeTable:
     ids, length = rows.ints("episode_index"), rows.ints("length")
     chunks_size = info.get("chunks_size") or 1000
     if not isinstance(chunks_size, int) or chunks_size <= 0:
-        raise MetadataError(f"meta/info.json: chunks_size is {chunks_size!r}; it must be a positive whole number")
-    cameras: dict[str, CameraTable] = {}
-    for name, feature in features.items():
-        if feature["dtype"] != "video":
-            continue
-        if not any(f"/{name}/" in key for key in sizes):
-            logger.warning("camera %s is declared in meta/info.json but has no files; it is left out", name)
-            continue
-        if _is_depth(feature):
-            # Its 12-bit codes would come out as wrong colours, which is worse than a missing camera.
-            logger.warning("camera %s holds depth maps, which are not read yet; it is left out", name)
-            continue
-        paths, per_episode = _resolve(
-            info, "video_path", VIDEO_TEMPLATES, rows, f"videos/{name}", name, chunks_size, sizes
-        )
-        keys, number = np.unique(np.array(paths), return_inverse=True)
-        start = np.zeros(len(ids))
-        if not per_episode:
-            column = rows.columns.get(f"videos/{name}/from_timestamp")
-            if column is None:
-                raise MetadataError(f"{rows.source}: column videos/{name}/from_timestamp is missing")
-            start = column.astype(np.float64)
-        if not np.all(np.isfinite(start)):
-            raise MetadataError(
-                f"{rows.source}: videos/{name}/from_timestamp of episode {ids[~np.isfinite(start)][0]} is empty"
-            )
-        cameras[name] = CameraTable(
-            keys=tuple(keys.tolist()), object=number.reshape(-1).astype(np.int64), start_s=start
-        )
-
-    paths, per_episode = _resolve(info, "data_path", DATA_TEMPLATES, rows, "data", None, chunks_size, sizes)
-    data_keys, data_object = np.unique(np.array(paths), return_inverse=True)
-    data_object = data_object.reshape(-1).astype(np.int64)
+        raise MetadataError(f"{_INFO}: chunks_size is {chunks_size!r}; it must be a positive whole number")
+    paths, per_episode = data_paths(info, rows, chunks_size, objects)
+    data_keys, data_object = distinct(paths)
     data_row = np.zeros(len(ids), np.int64)
     if not per_episode:
         start_row = rows.ints("dataset_from_index")
@@ -204,76 +133,12 @@ def _table(rows: _Rows, info: Mapping[str, Any], features: Mapping[str, Any], si
         ids=ids,
         length=length,
         first_row=np.cumsum(length) - length,
-        data_keys=tuple(data_keys.tolist()),
+        data_keys=data_keys,
         data_object=data_object,
         data_row=data_row,
         tasks=tuple(rows.tasks),
-        cameras=cameras,
-    )
-
-
-def _is_depth(feature: Mapping[str, Any]) -> bool:
-    """Both spellings of the mark, inside `info` (newer) or `video_info` (older)."""
-    details = feature.get("info") or feature.get("video_info") or {}
-    return bool(details.get("is_depth_map") or details.get("video.is_depth_map"))
-
-
-def _resolve(
-    info: Mapping[str, Any],
-    template_key: str,
-    defaults: Sequence[str],
-    rows: _Rows,
-    column_prefix: str,
-    camera: str | None,
-    chunks_size: int,
-    sizes: Mapping[str, int],
-) -> tuple[list[str], bool]:
-    """Object key of every episode, and whether each episode has an object of its own.
-
-    The declared template is tried first, then the standard ones of both generations, each also with the folder `video`
-    in place of `videos`: the first under which all objects exist wins.
-    """
-    ids = rows.ints("episode_index")
-    chunk, file = (rows.columns.get(f"{column_prefix}/{name}") for name in ("chunk_index", "file_index"))
-    declared = info.get(template_key)
-    candidates = [str(declared)] if declared else []
-    candidates += [template for template in defaults if template not in candidates]
-    candidates += [
-        f"video/{template.removeprefix('videos/')}" for template in candidates if template.startswith("videos/")
-    ]
-    failures = []
-    for template in candidates:
-        joined = "{chunk_index" in template or "{file_index" in template
-        if joined and (chunk is None or file is None):
-            failures.append(
-                f"{template} needs columns {column_prefix}/chunk_index and file_index, which {rows.source} lacks"
-            )
-            continue
-        try:
-            paths = [
-                template.format(
-                    episode_index=episode,
-                    episode_chunk=episode // chunks_size,
-                    chunk_index=int(chunk[i]) if chunk is not None else 0,
-                    file_index=int(file[i]) if file is not None else 0,
-                    video_key=camera,
-                )
-                for i, episode in enumerate(ids.tolist())
-            ]
-        except (KeyError, ValueError, IndexError) as error:
-            failures.append(f"{template} cannot be filled in ({error!r})")
-            continue
-        missing = [path for path in paths if path not in sizes]
-        if not missing:
-            if declared and template != declared:
-                logger.warning(
-                    "meta/info.json: %s %r does not match the files; they follow %r", template_key, declared, template
-                )
-            return paths, not joined
-        failures.append(f"{template}: {len(missing)} of {len(paths)} are missing, the first is {missing[0]}")
-    what = f"video files of camera {camera}" if camera else "data files"
-    raise MetadataError(
-        f"meta/info.json: no {template_key} template leads to all {what}. Tried: " + "; ".join(failures)
+        cameras=camera_tables(info, features, rows, chunks_size, objects, data_keys, data_object),
+        data_info=tuple(objects[key] for key in data_keys),
     )
 
 
@@ -281,8 +146,7 @@ def _tasks(files: Mapping[str, bytes]) -> dict[int, str]:
     """task_index -> text, by value: tables may be unsorted and have gaps."""
     if "meta/tasks.parquet" in files:
         source = "meta/tasks.parquet"
-        with _parquet(files[source], source) as file:
-            table = file.read()
+        table = parquet_table(files[source], source)
         # The text is a pandas index, stored under its own name or, if it had none, under a generated one.
         text = next((name for name in ("task", "__index_level_0__") if name in table.column_names), None)
         if text is None or "task_index" not in table.column_names:
@@ -290,7 +154,7 @@ def _tasks(files: Mapping[str, bytes]) -> dict[int, str]:
         pairs = list(zip(table.column("task_index").to_pylist(), table.column(text).to_pylist(), strict=True))
     elif "meta/tasks.jsonl" in files:
         source = "meta/tasks.jsonl"
-        pairs = [(_get(line, "task_index", source), _get(line, "task", source)) for line in _json_lines(files, source)]
+        pairs = [(entry(line, "task_index", source), entry(line, "task", source)) for line in json_lines(files, source)]
     else:
         raise MetadataError(
             "meta/tasks.parquet and meta/tasks.jsonl are both missing; one must give task_index and task"
@@ -304,55 +168,8 @@ def _tasks(files: Mapping[str, bytes]) -> dict[int, str]:
     return tasks
 
 
-def _fingerprint(files: Mapping[str, bytes], sizes: Mapping[str, int]) -> str:
-    digest = hashlib.sha256()
-    for key in sorted(files):
-        digest.update(f"{key}\0{len(files[key])}\0".encode())
-        digest.update(files[key])
-    for key in sorted(sizes):
-        digest.update(f"{key}\0{sizes[key]}\0".encode())
-    return digest.hexdigest()
-
-
-def _texts(entry: Any) -> tuple[str, ...]:
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(str(text) for text in entry)
-
-
-def _get(mapping: Mapping[str, Any], key: str, source: str) -> Any:
-    if key not in mapping:
-        raise MetadataError(f"{source}: key {key} is missing; it has {', '.join(sorted(mapping))}")
-    return mapping[key]
-
-
 def _positive(info: Mapping[str, Any], key: str) -> float:
-    value = _get(info, key, "meta/info.json")
+    value = entry(info, key, _INFO)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
-        raise MetadataError(f"meta/info.json: {key} is {value!r}; it must be a positive number")
+        raise MetadataError(f"{_INFO}: {key} is {value!r}; it must be a positive number")
     return float(value)
-
-
-def _json_object(body: bytes, source: str) -> dict[str, Any]:
-    try:
-        value = json.loads(body)
-    except ValueError as error:
-        raise MetadataError(f"{source}: not valid JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise MetadataError(f"{source}: holds {type(value).__name__}, an object was expected")
-    return value
-
-
-def _json_lines(files: Mapping[str, bytes], source: str) -> list[dict[str, Any]]:
-    if source not in files:
-        raise MetadataError(f"{source} is missing")
-    # Not splitlines(): texts may hold characters such as U+2028, which it would take for line ends.
-    lines = files[source].split(b"\n")
-    return [_json_object(line, f"{source} line {number}") for number, line in enumerate(lines, 1) if line.strip()]
-
-
-def _parquet(body: bytes, source: str) -> Any:
-    try:
-        return pq.ParquetFile(io.BytesIO(body))
-    except (pa.ArrowException, OSError, StoreError) as error:
-        raise MetadataError(f"{source}: not a readable Parquet file ({error})") from error

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from knonik.episodes import DepthSpec
 from knonik.lerobot import Metadata, MetadataError, read_metadata
 from knonik.store import open_store
 
@@ -138,14 +139,49 @@ def test_declared_camera_without_files_is_no_camera(tmp_path: Path) -> None:
     assert CAM in metadata.features
 
 
-@pytest.mark.parametrize("details", [{"info": {"is_depth_map": True}}, {"video_info": {"video.is_depth_map": True}}])
-def test_depth_is_not_read_as_colour(tmp_path: Path, details: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("key", ["info", "video_info"])
+@pytest.mark.parametrize("mark", ["is_depth_map", "video.is_depth_map"])
+def test_depth_is_a_kind_of_its_own(tmp_path: Path, key: str, mark: str) -> None:
+    details: dict[str, Any] = {mark: True, "video.depth_max": 4, "video.use_log": False, "video.g": 2}
     features = {
-        CAM: {"dtype": "video", "shape": [48, 64, 1]} | details,
+        CAM: {"dtype": "video", "shape": [48, 64, 1], key: details},
         "other": {"dtype": "video", "video_info": None},
     }
-    assert _read(_v2(tmp_path, features=features)).episodes.cameras == {}
-    assert f"camera {CAM} holds depth maps" in caplog.text
+    cameras = _read(_v2(tmp_path, features=features)).episodes.cameras
+    assert list(cameras) == [CAM]
+    assert cameras[CAM].kind == "depth"
+    assert cameras[CAM].depth == DepthSpec(min_m=0.01, max_m=4.0, shift_m=3.5, log=False)
+
+
+def test_depth_scale_defaults_and_nonsense(tmp_path: Path) -> None:
+    def feature(**details: Any) -> dict[str, Any]:
+        return {CAM: {"dtype": "video", "info": {"is_depth_map": True, **details}}}
+
+    spec = _read(_v2(tmp_path / "plain", features=feature())).episodes.cameras[CAM].depth
+    assert spec == DepthSpec(min_m=0.01, max_m=10.0, shift_m=3.5, log=True)
+    cases = [
+        ({"video.depth_max": 0.01}, "depth from 0.01 to 0.01 m"),
+        ({"video.shift": -1}, "depth_min \\+ shift must be positive"),
+        ({"video.depth_min": "near"}, "video.depth_min is 'near'"),
+        ({"video.use_log": 1}, "video.use_log is 1"),
+    ]
+    for number, (details, message) in enumerate(cases):
+        with pytest.raises(MetadataError, match=rf"feature {CAM}.*{message}"):
+            _read(_v2(tmp_path / str(number), features=feature(**details)))
+
+
+def test_image_features_are_cameras_inside_the_data_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    features = {
+        "observation.image": {"dtype": "image", "shape": [48, 64, 3]},
+        "observation.depth": {"dtype": "image", "info": {"is_depth_map": True}},
+    }
+    episodes = _read(_v3(tmp_path, features=features)).episodes
+    assert list(episodes.cameras) == ["observation.image"]
+    camera = episodes.cameras["observation.image"]
+    assert (camera.kind, camera.depth) == ("image", None)
+    assert [camera.keys[i] for i in camera.object] == [episodes.data_keys[i] for i in episodes.data_object]
+    assert "camera observation.depth holds depth maps as images" in caplog.text
+    assert episodes.subset([1]).cameras["observation.image"].kind == "image"
 
 
 def test_real_sets(shared_data: Path) -> None:

@@ -15,13 +15,13 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 
 from knonik.batch import Batch
 from knonik.dataset import Dataset
+from knonik.gather import Gather
 from knonik.pipeline import LoaderError, Pipeline
-from knonik.plan import BatchPlan, Offsets, Planner
+from knonik.plan import Offsets, Planner
 from knonik.stages import Stage
 
 __all__ = ["Loader", "LoaderError"]
@@ -101,9 +101,8 @@ class Loader:
             world_size=world_size,
             shuffle=shuffle,
         )
-        self._dataset, self._seed, self._windows = dataset, seed, windows
-        self._state, self._action = list(state), list(action)
-        self._columns: dict[str, Any] = dict(dataset.columns([*state, *action, "task_index"]))
+        self._dataset, self._seed = dataset, seed
+        self._gather = Gather(dataset, windows=windows, state=state, action=action)
         self._shapes = {camera: (*dataset.image_shape(camera), 3) for camera in cameras}
         self._transform, self._pin_memory = transform, pin_memory
         # torchrun tells how many ranks share this machine; without it all of them may.
@@ -187,7 +186,7 @@ class Loader:
     def close(self) -> None:
         """Join all threads and let go of the columns; the dataset stays open."""
         self._stop()
-        self._columns = {}
+        self._gather.close()
         self._closed = True
 
     def __enter__(self) -> "Loader":
@@ -202,14 +201,14 @@ class Loader:
         if self._closed:
             raise LoaderError("the loader is closed; make a new one")
         if self._pipeline is None:
-            make = _Finish(self._dataset, self._columns, self._windows, self._state, self._action, self._transform)
+            make = _Inputs(self._transform)
             self._pipeline = Pipeline(
                 self._dataset,
                 self._planner,
                 begin=self._position,
                 shapes=self._shapes,
-                finish=make.batch,
-                transform=make.inputs if not self._pin_memory else make.pinned,
+                finish=self._gather.batch,
+                transform=make.pinned if self._pin_memory else make.inputs,
                 decode_threads=self._threads,
                 ring_batches=self._ring_batches,
                 stages=self._stages,
@@ -227,51 +226,17 @@ class Loader:
         self._pipeline = self._finalizer = None
 
 
-class _Finish:
-    """Low-dimensional part of a batch: rows gathered from mapped columns, all samples at once."""
+class _Inputs:
+    """The last step of a batch; holds no reference to the loader."""
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        columns: Mapping[str, Any],
-        windows: Mapping[str, Offsets],
-        state: Sequence[str],
-        action: Sequence[str],
-        transform: Transform | None,
-    ) -> None:
-        self._dataset, self._columns, self._windows = dataset, columns, windows
-        self._state, self._action, self._transform = state, action, transform
-
-    def batch(self, plan: BatchPlan, images: dict[str, torch.Tensor]) -> Batch:
-        state = {key: self._window(plan, key)[0] for key in self._state}
-        is_pad = torch.zeros((len(plan.positions), 0), dtype=torch.bool)
-        action = {}
-        for key in self._action:
-            action[key], is_pad = self._window(plan, key)
-        return Batch(
-            images=images,
-            state=state,
-            action=action,
-            action_is_pad=is_pad,
-            text=self._dataset.texts(plan.episodes, plan.frames),
-            dataset=torch.zeros(len(plan.positions), dtype=torch.int64),
-            episode=torch.from_numpy(plan.episodes),
-            frame=torch.from_numpy(plan.frames),
-            position=torch.from_numpy(plan.positions),
-            begin=plan.begin,
-        )
+    def __init__(self, transform: Transform | None) -> None:
+        self._transform = transform
 
     def inputs(self, batch: Batch) -> Batch:
         return batch if self._transform is None else replace(batch, inputs=self._transform(batch))
 
     def pinned(self, batch: Batch) -> Batch:
         return self.inputs(batch).pin_memory()
-
-    def _window(self, plan: BatchPlan, key: str) -> tuple[torch.Tensor, torch.Tensor]:
-        frames, is_pad = self._dataset.window(plan.episodes, plan.frames, self._windows[key])
-        rows = self._dataset.rows(plan.episodes, frames)
-        values = np.ascontiguousarray(self._columns[key][rows], dtype=np.float32)
-        return torch.from_numpy(values), torch.from_numpy(is_pad)
 
 
 def default_threads(local_ranks: int) -> int:

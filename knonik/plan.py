@@ -1,7 +1,7 @@
 """Which samples a batch holds and which frames they need: functions of (seed, position) that read nothing."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,12 +19,16 @@ Int64Array = NDArray[np.int64]
 class GopJob:
     """Frames of one GOP that a batch needs.
 
-    camera, key: camera and video object. numbers: frames inside the object. places: where each goes, as index into the
-    camera's [B * T] frames of the batch.
+    dataset: which part of the source. camera: its name in the batch. source_camera: the key in its own dataset.
+    key: video object. group: number of the GOP inside it. numbers: frames inside the object. places: where each goes,
+    as index into the camera's [B * T] frames of the batch.
     """
 
+    dataset: int
     camera: str
+    source_camera: str
     key: str
+    group: int
     numbers: list[int]
     places: list[int]
 
@@ -33,17 +37,20 @@ class GopJob:
 class BatchPlan:
     """What one rank's share of a batch consists of.
 
-    begin: global position of the first sample of the batch over all ranks. positions, episodes, frames: [B] global
-    position, episode id and anchor step of each sample. seen: camera to frames [B, T] inside the episode.
-    jobs: GOPs to decode, each named once.
+    begin: global position of the first sample of the batch over all ranks. positions, datasets, episodes, frames: [B]
+    global position, part of the source, episode id and anchor step of each sample. seen: camera to frames [B, T] inside
+    the episode. jobs: GOPs to decode, each named once. blank: camera to places [n] that no job fills because the part
+    has no such camera; they are to be black.
     """
 
     begin: int
     positions: Int64Array
+    datasets: Int64Array
     episodes: Int64Array
     frames: Int64Array
     seen: dict[str, Int64Array]
     jobs: list[GopJob]
+    blank: dict[str, Int64Array] = field(default_factory=dict)
 
 
 class Planner:
@@ -92,6 +99,7 @@ class Planner:
         nothing = np.zeros(0, np.int64)
         self._block: tuple[Int64Array, Int64Array, Int64Array] = (nothing, nothing, nothing)
         self._block_begin = 0
+        self.reuse_batches = 1  # batches over which the samples of one GOP are spread and worth decoding together
 
     def plan(self, begin: int) -> BatchPlan:
         """This rank's share of the batch that starts at global position `begin`."""
@@ -101,7 +109,15 @@ class Planner:
         for camera in self._cameras:
             seen[camera], _ = self._dataset.window(episodes, frames, self._windows[camera])
             jobs += self._jobs(camera, episodes, seen[camera])
-        return BatchPlan(begin=begin, positions=positions, episodes=episodes, frames=frames, seen=seen, jobs=jobs)
+        return BatchPlan(
+            begin=begin,
+            positions=positions,
+            datasets=np.zeros(len(positions), np.int64),
+            episodes=episodes,
+            frames=frames,
+            seen=seen,
+            jobs=jobs,
+        )
 
     def _samples(self, begin: int) -> tuple[Int64Array, Int64Array, Int64Array]:
         """Positions, episodes and frames of a batch, [B] each, cut from a block resolved at once.
@@ -142,7 +158,9 @@ class Planner:
             gop = key, index.object(key).gop_number(number)
             job = jobs.get(gop)
             if job is None:
-                job = jobs[gop] = GopJob(camera=camera, key=key, numbers=[], places=[])
+                job = jobs[gop] = GopJob(
+                    dataset=0, camera=camera, source_camera=camera, key=key, group=gop[1], numbers=[], places=[]
+                )
             job.numbers.append(number)
             job.places.append(place)
         return list(jobs.values())

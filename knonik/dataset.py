@@ -15,6 +15,7 @@ from knonik.episodes import EpisodeTable
 from knonik.gop import Gop
 from knonik.index import VideoIndex, load_index
 from knonik.lerobot import Metadata, read_metadata
+from knonik.modality import text_column as resolve_text_column
 from knonik.order import AnchorOrder
 from knonik.statistics import Statistics, cached_statistics
 from knonik.stock import TOLERANCE_S
@@ -30,6 +31,7 @@ def open(
     *,
     cache_dir: str | os.PathLike[str] | None = None,
     episodes: Sequence[int] | None = None,
+    text_column: str | None = None,
 ) -> "Dataset":
     """Open a LeRobot v2.0, v2.1 or v3.0 dataset in place.
 
@@ -37,11 +39,13 @@ def open(
         uri: /path, file:///path or s3://bucket/prefix.
         cache_dir: folder for the index and the columns; default $KNONIK_CACHE, else the user's cache folder.
         episodes: ids of the episodes to use; default all.
+        text_column: integer column whose values select the text of a row from the tasks, such as
+            `annotation.human.action.task_description` or a name among modality.json's annotations; default task_index.
 
     Raises:
         FileNotFoundError: nothing there.
         knonik.lerobot.MetadataError: the metadata is damaged or contradicts the files.
-        KeyError: an episode id does not exist.
+        KeyError: an episode id or the text column does not exist.
     """
     store = open_store(uri)
     try:
@@ -54,6 +58,7 @@ def open(
             index,
             folder,
             metadata.episodes if episodes is None else metadata.episodes.subset(episodes),
+            resolve_text_column(text_column, metadata.modality, metadata.features),
         )
     except BaseException:
         store.close()
@@ -67,12 +72,20 @@ class Dataset:
         uri, version, fps, features, tasks, fingerprint: from the metadata; tasks maps task_index to text.
         cameras: keys of the colour cameras, stored as video or as images.
         depth_cameras: keys of the cameras that hold depth maps.
+        modality: GR00T's names for parts of the vectors, cameras and language columns; None without modality.json.
+        text_column: the column whose values select a row's text.
         episodes: table of the episodes in use.
         store, index: for readers that fetch and decode on their own.
     """
 
     def __init__(
-        self, store: Store, metadata: Metadata, index: VideoIndex, folder: Path, episodes: EpisodeTable
+        self,
+        store: Store,
+        metadata: Metadata,
+        index: VideoIndex,
+        folder: Path,
+        episodes: EpisodeTable,
+        text_column: str = "task_index",
     ) -> None:
         self.store = store
         self.index = index
@@ -82,6 +95,8 @@ class Dataset:
         self.features: dict[str, dict[str, Any]] = metadata.features
         self.tasks = metadata.tasks
         self.fingerprint = metadata.fingerprint
+        self.modality = metadata.modality
+        self.text_column = text_column
         tables = metadata.episodes.cameras
         self.cameras = [name for name, table in tables.items() if table.depth is None]
         self.depth_cameras = [name for name, table in tables.items() if table.depth is not None]
@@ -122,12 +137,14 @@ class Dataset:
         return window_frames(frames, self.episodes.length[self.episodes.positions(episodes)], offsets)
 
     def texts(self, episodes: NDArray[np.int64], frames: NDArray[np.int64]) -> list[str]:
-        """Task text of each row [B], looked up by the value of its task_index."""
-        values = self.column("task_index")[self.rows(episodes, frames), 0].tolist()
+        """Task text of each row [B], looked up by the value its `text_column` has."""
+        values = self.column(self.text_column)[self.rows(episodes, frames), 0].tolist()
         try:
             return [self.tasks[value] for value in values]
         except KeyError as error:
-            raise KeyError(f"task_index {error} stands in the rows but not in the table of tasks under meta/") from None
+            raise KeyError(
+                f"{self.text_column} {error} stands in the rows but not in the table of tasks under meta/"
+            ) from None
 
     def locate(self, episode: int, camera: str, frame: int) -> tuple[str, int]:
         """(object key, frame number inside it) of a row; the episode must be in use."""

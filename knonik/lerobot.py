@@ -15,6 +15,7 @@ from knonik.cameras import camera_tables, distinct
 from knonik.episode_rows import EpisodeRows, episode_columns, is_episode_file, rows_v2, rows_v3
 from knonik.episodes import EpisodeTable, ObjectInfo
 from knonik.meta_files import MetadataError, entry, json_lines, json_object, parquet_table, read_in_order
+from knonik.modality import MODALITY_FILE, Modality, parse_modality
 from knonik.object_paths import data_paths
 from knonik.store import Store
 
@@ -32,7 +33,8 @@ class Metadata:
 
     fps: frames per second. features: the declarations of info.json, unchanged. tasks: task_index -> text.
     objects: key -> size and version of all data and video objects. fingerprint: SHA-256 over the metadata's bytes and
-    the keys and sizes of `objects`, so a copy of the dataset elsewhere has the same one.
+    the keys and sizes of `objects`, so a copy of the dataset elsewhere has the same one. modality: GR00T's names for
+    the parts, None where the dataset has no such file.
     """
 
     version: str
@@ -42,6 +44,7 @@ class Metadata:
     episodes: EpisodeTable
     objects: dict[str, ObjectInfo]
     fingerprint: str
+    modality: Modality | None = None
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -89,10 +92,11 @@ def read_metadata(store: Store) -> Metadata:
         episodes=_table(rows, info, features, objects),
         objects=objects,
         fingerprint=digest.hexdigest(),
+        modality=parse_modality(files[MODALITY_FILE], features) if MODALITY_FILE in files else None,
     )
 
 
-_FILES = (_INFO, "meta/episodes.jsonl", "meta/tasks.jsonl", "meta/tasks.parquet")
+_FILES = (_INFO, "meta/episodes.jsonl", "meta/tasks.jsonl", "meta/tasks.parquet", MODALITY_FILE)
 
 
 def _listing(store: Store, folder: str) -> dict[str, ObjectInfo]:

@@ -1,4 +1,4 @@
-"""Video through libav: decode the packets of one GOP, encode episodes, join them. No other module imports `av`.
+"""Video through libav: decode the packets of one GOP. `encode.py` writes; no other module imports `av`.
 
 Decoding needs no container: a codec context is fed the codec record and the packets of a GOP, from its key frame on,
 in the order they are stored. There is no seek, no file handle and no header read on that path. A frame depends only on
@@ -6,29 +6,16 @@ packets stored before its own, so decoding stops at the last wanted packet and w
 reordering (B-frames) is drained.
 """
 
-import io
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import av
 import numpy as np
 from av.video.reformatter import VideoReformatter
 from numpy.typing import NDArray
-
-UInt8Array = NDArray[np.uint8]
-
-# Presets trade size for time; robot sets are written once and read many times, and these decode equally fast.
-_ENCODERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
-    "av1": ("libsvtav1", {"preset": "10", "svtav1-params": "lp=1"}),
-    "h264": ("libx264", {"preset": "veryfast", "threads": "1", "bf": "0", "x264-params": "scenecut=0"}),
-}
 
 # libav's own `av1` decoder needs hardware; container readers take dav1d too.
 _DECODERS: Mapping[str, str] = {"av1": "libdav1d"}
@@ -241,103 +228,3 @@ _SAME_LAYOUT: Mapping[str, tuple[str, ...]] = {"yuv420p": ("yuv420p", "yuvj420p"
 
 def _span(pts: Sequence[int]) -> str:
     return f"of {len(pts)} packets, pts {min(pts)}..{max(pts)}" if pts else "of no packets"
-
-
-def encode_mp4(
-    target: Path | BinaryIO, frames: UInt8Array, *, fps: float, codec: str = "av1", gop: int = 2, crf: int | None = None
-) -> None:
-    """Write one mp4 of `frames`, a key frame every `gop` frames, header at the end as recorders leave it.
-
-    Args:
-        target: path or writable binary file.
-        frames: uint8 [N, H, W, 3] rgb, both sides even (yuv420p).
-        fps: frames per second.
-        codec: `av1` (SVT-AV1) or `h264` (x264, no B-frames); one thread, so callers run several at once.
-        gop: distance of key frames in frames; 2 is what LeRobot records.
-        crf: constant quality; None takes 30 for AV1 (as LeRobot) and 20 for H.264.
-    """
-    if codec not in _ENCODERS:
-        raise ValueError(f"codec={codec!r} is not known; allowed: {', '.join(_ENCODERS)}")
-    if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8 or not len(frames):
-        raise ValueError(f"frames must be uint8 [N, H, W, 3] with N >= 1, given {frames.dtype} {list(frames.shape)}")
-    height, width = frames.shape[1:3]
-    if height % 2 or width % 2:
-        raise ValueError(f"frames are {height}x{width}; yuv420p needs even sides, crop or pad the frames")
-    if gop < 1:
-        raise ValueError(f"gop={gop} is not allowed; give 1 or more frames")
-    encoder, settings = _ENCODERS[codec]
-    options = dict(settings)
-    if codec == "av1":
-        # SVT-AV1 prints its banner on stderr for every clip and has no other switch for it.
-        os.environ.setdefault("SVT_LOG", "1")
-        options["svtav1-params"] += f":keyint={gop}"  # libav's own `g` cannot ask for key frames only
-    quality = crf if crf is not None else {"av1": 30, "h264": 20}[codec]
-    reformatter = VideoReformatter()
-    with av.open(target if not isinstance(target, Path) else str(target), "w", format="mp4") as container:
-        stream: Any = container.add_stream(encoder, rate=_rate(fps), options={**options, "crf": str(quality)})
-        stream.codec_context.gop_size = gop
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-        stream.codec_context.thread_count = 1
-        for index, pixels in enumerate(frames):
-            rgb = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")
-            frame = reformatter.reformat(rgb, format="yuv420p", threads=1)
-            frame.pts, frame.time_base = index, 1 / _rate(fps)
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode(None))
-
-
-class Mp4Joiner:
-    """One mp4 made of several mp4s by packet copy, so each of them begins on its own key frame; header first.
-
-    All parts must come from the same encoder settings and size: the codec record of the first serves all.
-    """
-
-    def __init__(self, path: Path, *, fps: float) -> None:
-        self._path = path
-        self._rate = _rate(fps)
-        self._container: Any = None
-        self._stream: Any = None
-        self._record: bytes | None = None
-        self._frames = 0
-
-    def add(self, part: bytes) -> tuple[float, float]:
-        """Append a whole mp4 given as bytes; returns the seconds at which it begins and ends in the joined file."""
-        with av.open(io.BytesIO(part), "r") as source:
-            stream: Any = source.streams.video[0]
-            record = stream.codec_context.extradata
-            if self._container is None:
-                self._container = av.open(str(self._path), "w", format="mp4", options={"movflags": "faststart"})
-                self._stream = self._container.add_stream_from_template(stream, opaque=True)
-                self._record = record
-            elif record != self._record:
-                raise ValueError(f"{self._path.name}: a part has another codec record; use equal sizes and settings")
-            begin = self._frames
-            shift = round(Fraction(begin) / self._rate / stream.time_base)
-            for packet in source.demux(stream):
-                if packet.size == 0:  # demux ends with an empty packet
-                    continue
-                packet.pts += shift
-                packet.dts += shift
-                packet.stream = self._stream
-                self._container.mux_one(packet)
-                self._frames += 1
-        return float(begin / self._rate), float(self._frames / self._rate)
-
-    def close(self) -> None:
-        """Finish the file."""
-        if self._container is not None:
-            self._container.close()
-            self._container = None
-
-    def __enter__(self) -> "Mp4Joiner":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def _rate(fps: float) -> Fraction:
-    # Containers store rates as fractions; 1001 covers the television rates (30000/1001).
-    return Fraction(fps).limit_denominator(1001)

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from knonik.video import encode_mp4
+from knonik.encode import encode_mp4
 from knonik.write_layout import (
     CHUNK_SIZE,
     PATHS,
@@ -45,7 +45,7 @@ class EpisodeData:
 
     Attributes:
         columns: low-dimensional data, key to [N, D] or [N]; `observation.state` and `action` by custom, float32.
-        frames: camera key to uint8 [N, H, W, 3] rgb, both sides even.
+        frames: camera key to uint8 [N, H, W, 3] rgb, both sides even for 4:2:0.
         task: the instruction.
     """
 
@@ -70,6 +70,10 @@ def write_lerobot(
     gop: int = 2,
     episodes_per_file: int = 100,
     crf: int | None = None,
+    bframes: int = 0,
+    pix_fmt: str = "yuv420p",
+    matrix: str | None = None,
+    full_range: bool = False,
     workers: int = 2,
 ) -> Path:
     """Write `episodes` as a LeRobot dataset and return its folder.
@@ -82,7 +86,8 @@ def write_lerobot(
         fps: rows per second; row k of an episode has timestamp k / fps.
         robot_type: name put into `info.json`.
         version: `v3.0` or `v2.1`.
-        codec: `av1` or `h264`, see `knonik.video.encode_mp4`; likewise `gop` and `crf`.
+        codec: `av1`, `h264` or `hevc`, see `knonik.encode.encode_mp4`; likewise `gop`, `crf`, `bframes`, `pix_fmt`,
+            `matrix` and `full_range`.
         episodes_per_file: v3.0 only, episodes joined in one data file and in one mp4 per camera.
         workers: encoding threads.
 
@@ -102,7 +107,9 @@ def write_lerobot(
     work.mkdir(parents=True)
     try:
         layout: Layout = LayoutV30(work, fps, episodes_per_file) if version == "v3.0" else LayoutV21(work)
-        _write(work, episodes, layout, fps, robot_type, version, codec, gop, crf, workers)
+        encoding = {"codec": codec, "gop": gop, "crf": crf, "bframes": bframes}
+        encoding |= {"pix_fmt": pix_fmt, "matrix": matrix, "full_range": full_range}
+        _write(work, episodes, layout, fps, robot_type, version, encoding, workers)
         work.rename(dest)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
@@ -117,19 +124,16 @@ def _write(
     fps: float,
     robot_type: str,
     version: str,
-    codec: str,
-    gop: int,
-    crf: int | None,
+    encoding: Mapping[str, Any],
     workers: int,
 ) -> None:
     (work / "meta").mkdir()
     tasks: dict[str, int] = {}
     images: dict[str, ImageHistogram] = {}
     schema, features, rows, count = pa.schema([]), {}, 0, 0
-    options = {"fps": fps, "codec": codec, "gop": gop, "crf": crf}
-    for episode in _encode_ahead(episodes, tasks, options, workers):
+    for episode in _encode_ahead(episodes, tasks, {"fps": fps, **encoding}, workers):
         if not count:
-            schema, features = _schema(episode), _features(episode, fps, codec, gop)
+            schema, features = _schema(episode), _features(episode, fps, encoding)
         layout.add(episode, schema)
         for key, image in episode.images.items():
             images[key] = images[key] + image if key in images else image
@@ -247,7 +251,7 @@ def _schema(episode: EncodedEpisode) -> pa.Schema:
     return pa.schema(fields)
 
 
-def _features(episode: EncodedEpisode, fps: float, codec: str, gop: int) -> dict[str, Any]:
+def _features(episode: EncodedEpisode, fps: float, encoding: Mapping[str, Any]) -> dict[str, Any]:
     low = {
         key: {
             "dtype": values.dtype.name,
@@ -259,8 +263,9 @@ def _features(episode: EncodedEpisode, fps: float, codec: str, gop: int) -> dict
     video = {}
     for key, image in episode.images.items():
         height, width = image.size
-        info = {"height": height, "width": width, "codec": codec, "pix_fmt": "yuv420p", "is_depth_map": False}
-        info |= {"fps": int(fps) if float(fps).is_integer() else fps, "channels": 3, "g": gop}
+        info = {"height": height, "width": width, "is_depth_map": False, "channels": 3, "g": encoding["gop"]}
+        info |= {"codec": encoding["codec"], "pix_fmt": encoding["pix_fmt"]}
+        info |= {"fps": int(fps) if float(fps).is_integer() else fps}
         video[key] = {
             "dtype": "video",
             "shape": [height, width, 3],

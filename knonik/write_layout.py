@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from knonik.video import Mp4Joiner
+from knonik.encode import Mp4Joiner
 from knonik.write_stats import ImageHistogram, column_stats, stats_json
 
 CHUNK_SIZE = 1000

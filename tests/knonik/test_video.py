@@ -8,10 +8,11 @@ import av
 import numpy as np
 import pytest
 
+from knonik.encode import Mp4Joiner, encode_mp4
 from knonik.gop import ObjectIndex
 from knonik.mp4 import read_packets
 from knonik.store import open_store
-from knonik.video import DecodeError, GopDecoder, Mp4Joiner, encode_mp4
+from knonik.video import DecodeError, GopDecoder
 
 
 def clip(frames: int, height: int, width: int, seed: int = 0) -> np.ndarray:

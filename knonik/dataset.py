@@ -72,6 +72,7 @@ class Dataset:
         uri, version, fps, features, tasks, fingerprint: from the metadata; tasks maps task_index to text.
         cameras: keys of the colour cameras, stored as video or as images.
         depth_cameras: keys of the cameras that hold depth maps.
+        objects: key to size and version of every data and video object, as listed when opened.
         modality: GR00T's names for parts of the vectors, cameras and language columns; None without modality.json.
         text_column: the column whose values select a row's text.
         episodes: table of the episodes in use.
@@ -95,6 +96,7 @@ class Dataset:
         self.features: dict[str, dict[str, Any]] = metadata.features
         self.tasks = metadata.tasks
         self.fingerprint = metadata.fingerprint
+        self.objects = metadata.objects
         self.modality = metadata.modality
         self.text_column = text_column
         tables = metadata.episodes.cameras
@@ -113,6 +115,11 @@ class Dataset:
         return (
             f"Dataset({self.uri!r}, {self.version}, {len(self.episodes)} episodes, {len(self)} rows, {self.fps:g} fps)"
         )
+
+    @property
+    def folder(self) -> Path:
+        """Where files derived from the dataset are kept."""
+        return self._folder
 
     def column(self, key: str) -> Column:
         """Read-only mapped values [R, D] of one column over all R rows of the whole dataset; index it with `rows`."""

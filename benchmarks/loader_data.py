@@ -2,7 +2,7 @@
 
     python benchmarks/loader_data.py [FOLDER] [--only av1g2/v30 ...]
 
-Made once into FOLDER, $ROBOT_RECIPES_BENCH, or the user's cache folder, and reused. All variants show the same pictures:
+Made once into FOLDER, $ROBOT_RECIPES_BENCH, or the user's cache folder, and reused. All show the same pictures:
 
     av1g2/v30 and av1g2/v21   AV1, a key frame every 2 frames, crf 30: what LeRobot records
     h264g2/v30                H.264, a key frame every 2 frames, crf 30
@@ -160,8 +160,10 @@ def texture(rng: np.random.Generator, height: int, width: int) -> NDArray[np.uin
     total = np.zeros((height, width, 3), np.float32)
     for octave, cells in enumerate((4, 9, 20, 45, 100, 220)):
         grid = rng.uniform(-1, 1, (3, cells, cells)).astype(np.float32)
-        layers = [np.asarray(Image.fromarray(layer).resize((width, height), Image.Resampling.BICUBIC)) for layer in grid]
-        total += 92 * 0.64**octave * np.stack(layers, axis=-1)
+        layers = [
+            np.asarray(Image.fromarray(layer).resize((width, height), Image.Resampling.BICUBIC)) for layer in grid
+        ]
+        total += 92 * 0.64**octave * np.stack([np.asarray(layer) for layer in layers], axis=-1)
     return (total + rng.uniform(95, 155, 3)).clip(0, 255).astype(np.uint8)
 
 

@@ -1,38 +1,101 @@
 """Byte storage behind one small interface: a local folder or an S3 prefix, read by key and byte range.
 
 Keys are relative POSIX paths below the root of the store ("data/chunk-000/file-000.parquet"). Every method may be
-called from many threads.
+called from many threads. `knonik.s3` holds the S3 side.
 """
 
 import io
 import os
 import threading
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+from knonik.cache import replacing
+
+GAUGES = (
+    "gets",
+    "get_bytes",
+    "retries",
+    "hedges",
+    "hedge_wins",
+    "throttled",
+    "resumed",
+    "failed",
+    "in_flight",
+)
 
 
 class StoreError(OSError):
     """A read from a store failed; the message names the object and, for range reads, the byte range."""
 
 
+class ObjectMissing(StoreError):
+    """There is no such object."""
+
+
+class ObjectChanged(StoreError):
+    """The object is no longer the one that was listed; the message names it and both versions where known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObjectInfo:
+    """What a listing tells of an object: bytes, and a version that changes whenever the bytes may have changed.
+
+    version: the ETag on S3; modification time in ns and size for local files.
+    """
+
+    size: int
+    version: str
+
+
+class Counters:
+    """The cumulative figures every store reports, counted from many threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values = dict.fromkeys(GAUGES, 0)
+
+    def add(self, **amounts: int) -> None:
+        """Add to some of `GAUGES`."""
+        with self._lock:
+            for name, amount in amounts.items():
+                self._values[name] += amount
+
+    def values(self) -> dict[str, float]:
+        """All of `GAUGES`, at one moment."""
+        with self._lock:
+            return {name: float(value) for name, value in self._values.items()}
+
+
 class Store(ABC):
     """A set of named byte objects below one root."""
 
     uri: str
+    is_local: bool
 
     @abstractmethod
     def read(self, key: str) -> bytes:
         """The whole object."""
 
     @abstractmethod
-    def read_range(self, key: str, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes from byte `offset`; fewer is an error."""
+    def read_range(self, key: str, offset: int, length: int, *, version: str | None = None) -> bytes:
+        """Exactly `length` bytes from byte `offset`; fewer is an error.
+
+        Args:
+            version: of the `ObjectInfo` that offset and length were derived from; None reads whatever is there.
+
+        Raises:
+            ObjectChanged: the object now has another version than the given one.
+            ObjectMissing: it is not there.
+            StoreError: too short, or not readable; names the object and the byte range.
+        """
 
     @abstractmethod
-    def sizes(self, prefix: str) -> dict[str, int]:
-        """Key -> bytes of every object below the folder `prefix` ("" = all), sorted, from listings alone."""
+    def objects(self, prefix: str) -> dict[str, ObjectInfo]:
+        """Size and version of every object below the folder `prefix` ("" = all), sorted by key, from listings alone."""
 
     @abstractmethod
     def size(self, key: str) -> int:
@@ -43,20 +106,41 @@ class Store(ABC):
         """Whether the object is there."""
 
     @abstractmethod
+    def write(self, key: str, body: bytes) -> None:
+        """Put an object whole: readers see the old bytes or the new ones. Only used to publish an index."""
+
+    @abstractmethod
     def local_path(self, key: str) -> Path | None:
         """Path of the object in the local file system, None where it has none."""
+
+    @abstractmethod
+    def gauges(self) -> dict[str, float]:
+        """Cumulative figures since the store was made.
+
+        gets, get_bytes: reads answered and their bytes, whatever they took. retries, hedges, resumed: further requests
+        after a failure, beside a slow request, and for the rest of a body that broke off. hedge_wins: hedges that
+        answered first. throttled: answers that asked for fewer requests. failed: reads given up. in_flight: now.
+        """
 
     @abstractmethod
     def close(self) -> None:
         """Release connections. Reading afterwards is an error for S3 and harmless for local folders."""
 
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """Key -> bytes of every object below the folder `prefix` ("" = all), sorted, from listings alone."""
+        return {key: info.size for key, info in self.objects(prefix).items()}
+
     def list(self, prefix: str) -> list[str]:
         """Sorted keys below the folder `prefix`."""
-        return sorted(self.sizes(prefix))
+        return sorted(self.objects(prefix))
 
-    def open(self, key: str) -> io.BufferedReader:
-        """The object as a seekable binary file; reads become range reads."""
-        return io.BufferedReader(_RangeFile(self, key), buffer_size=1 << 16)
+    def open(self, key: str, info: ObjectInfo | None = None) -> io.BufferedReader:
+        """The object as a seekable binary file; reads become range reads.
+
+        Args:
+            info: from a listing; saves asking for the size, and a change of the object under the reader is noticed.
+        """
+        return io.BufferedReader(_RangeFile(self, key, info), buffer_size=1 << 16)
 
 
 def open_store(uri: str | os.PathLike[str]) -> Store:
@@ -70,7 +154,10 @@ def open_store(uri: str | os.PathLike[str]) -> Store:
     if parts.scheme == "s3":
         if not parts.netloc:
             raise ValueError(f"S3 address {text!r} names no bucket; write s3://bucket/prefix")
-        return S3Store(parts.netloc, parts.path.strip("/"))
+        from knonik.s3 import S3Store  # its libraries take 0.3 s to load
+
+        # Not `parts.path`: '?' and '#' are plain characters of an S3 key.
+        return S3Store(parts.netloc, text.partition("://")[2].partition("/")[2].strip("/"))
     if parts.scheme == "file":
         if parts.netloc not in ("", "localhost"):
             raise ValueError(f"file address {text!r} names a host; write file:///absolute/path")
@@ -80,7 +167,7 @@ def open_store(uri: str | os.PathLike[str]) -> Store:
     return LocalStore(Path(text))
 
 
-def _checked(key: str) -> str:
+def checked_key(key: str) -> str:
     """Refuse keys that could leave the root; a dataset's own templates are input from elsewhere."""
     path = PurePosixPath(key)
     if not key or path.is_absolute() or ".." in path.parts or "\\" in key or "\0" in key:
@@ -88,7 +175,8 @@ def _checked(key: str) -> str:
     return str(path)
 
 
-def _check_range(key: str, offset: int, length: int) -> None:
+def check_range(key: str, offset: int, length: int) -> None:
+    """Refuse a byte range that cannot be."""
     if offset < 0 or length < 0:
         raise ValueError(f"{key}: byte range starts at {offset} with length {length}; neither may be negative")
 
@@ -96,40 +184,59 @@ def _check_range(key: str, offset: int, length: int) -> None:
 class LocalStore(Store):
     """A folder. Files are opened per read, so no descriptor outlives a call and none is inherited by a fork."""
 
+    is_local = True
+
     def __init__(self, root: Path) -> None:
         self.root = root.expanduser().absolute()
         self.uri = str(self.root)
+        self._counters = Counters()
 
     def read(self, key: str) -> bytes:
         try:
-            return self._path(key).read_bytes()
+            body = self._path(key).read_bytes()
         except OSError as error:
-            raise StoreError(f"cannot read {key} in {self.uri}: {error.strerror}") from error
+            self._counters.add(failed=1)
+            raise _kind(error)(f"cannot read {key} in {self.uri}: {error.strerror}") from error
+        self._counters.add(gets=1, get_bytes=len(body))
+        return body
 
-    def read_range(self, key: str, offset: int, length: int) -> bytes:
-        _check_range(key, offset, length)
-        where = f"{key} bytes {offset}-{offset + length - 1} in {self.uri}"
+    def read_range(self, key: str, offset: int, length: int, *, version: str | None = None) -> bytes:
+        check_range(key, offset, length)
         try:
             descriptor = os.open(self._fast_path(key), os.O_RDONLY | os.O_CLOEXEC)
             try:
+                if version is not None and (now := _version(os.fstat(descriptor))) != version:
+                    raise ObjectChanged(f"{key} in {self.uri} has changed: version {now}, listed as {version}")
                 body = os.pread(descriptor, length, offset)
                 while len(body) < length and (more := os.pread(descriptor, length - len(body), offset + len(body))):
                     body += more
             finally:
                 os.close(descriptor)
+        except StoreError:
+            self._counters.add(failed=1)
+            raise
         except OSError as error:
-            raise StoreError(f"cannot read {where}: {error.strerror}") from error
+            self._counters.add(failed=1)
+            raise _kind(error)(f"cannot read {self._where(key, offset, length)}: {error.strerror}") from error
         if len(body) != length:
-            raise StoreError(f"short read of {where}: got {len(body)} of {length} bytes, the file is truncated")
+            self._counters.add(failed=1)
+            raise StoreError(
+                f"short read of {self._where(key, offset, length)}: got {len(body)} of {length} bytes, "
+                "the file is truncated"
+            )
+        self._counters.add(gets=1, get_bytes=length)
         return body
 
-    def sizes(self, prefix: str) -> dict[str, int]:
+    def objects(self, prefix: str) -> dict[str, ObjectInfo]:
         top = self.root if not prefix.strip("/") else self._path(prefix)
-        found: dict[str, int] = {}
+        found: dict[str, ObjectInfo] = {}
         for folder, _, names in os.walk(top, followlinks=True, onerror=self._not_listed):
             for name in names:
                 path = Path(folder, name)
-                found[path.relative_to(self.root).as_posix()] = path.stat().st_size
+                status = path.stat()
+                found[path.relative_to(self.root).as_posix()] = ObjectInfo(
+                    size=status.st_size, version=_version(status)
+                )
         return dict(sorted(found.items()))
 
     def _not_listed(self, error: OSError) -> None:
@@ -141,19 +248,34 @@ class LocalStore(Store):
         try:
             return self._path(key).stat().st_size
         except OSError as error:
-            raise StoreError(f"no object {key} in {self.uri}: {error.strerror}") from error
+            raise _kind(error)(f"no object {key} in {self.uri}: {error.strerror}") from error
 
     def exists(self, key: str) -> bool:
         return self._path(key).is_file()
 
+    def write(self, key: str, body: bytes) -> None:
+        path = self._path(key)
+        try:
+            with replacing(path) as temporary:
+                temporary.write_bytes(body)
+                temporary.chmod(0o644)  # temporary files are private, published ones are for everybody
+        except OSError as error:
+            raise StoreError(f"cannot write {key} in {self.uri}: {error.strerror}") from error
+
     def local_path(self, key: str) -> Path | None:
         return self._path(key)
+
+    def gauges(self) -> dict[str, float]:
+        return self._counters.values()
 
     def close(self) -> None:
         """Nothing is held open."""
 
+    def _where(self, key: str, offset: int, length: int) -> str:
+        return f"{key} bytes {offset}-{offset + length - 1} in {self.uri}"
+
     def _path(self, key: str) -> Path:
-        return self.root / _checked(key)
+        return self.root / checked_key(key)
 
     def _fast_path(self, key: str) -> str:
         # Range reads of small frames are so short that making a Path would be most of their time.
@@ -162,109 +284,22 @@ class LocalStore(Store):
         return f"{self.uri}/{key}"
 
 
-class S3Store(Store):
-    """A prefix in an S3 bucket, through boto3 in its standard retry mode; AWS_ENDPOINT_URL names another endpoint."""
+def _version(status: os.stat_result) -> str:
+    return f"{status.st_mtime_ns}-{status.st_size}"
 
-    def __init__(self, bucket: str, prefix: str) -> None:
-        self.bucket = bucket
-        self.prefix = prefix
-        self.uri = f"s3://{bucket}/{prefix}".rstrip("/")
-        self._lock = threading.Lock()
-        self._client: Any = None
-        self._closed = False
 
-    def read(self, key: str) -> bytes:
-        return self._get(key, None, f"{key} in {self.uri}")
-
-    def read_range(self, key: str, offset: int, length: int) -> bytes:
-        _check_range(key, offset, length)
-        if length == 0:
-            return b""  # a Range header cannot express an empty range
-        last = offset + length - 1
-        where = f"{key} bytes {offset}-{last} in {self.uri}"
-        body = self._get(key, f"bytes={offset}-{last}", where)
-        if len(body) != length:
-            raise StoreError(f"short read of {where}: got {len(body)} of {length} bytes")
-        return body
-
-    def sizes(self, prefix: str) -> dict[str, int]:
-        folder = "/".join(part for part in (self.prefix, prefix.strip("/")) if part)
-        start = f"{folder}/" if folder else ""
-        root = len(self.prefix) + 1 if self.prefix else 0
-        found: dict[str, int] = {}
-        pages = self._connect().get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=start)
-        try:
-            for page in pages:
-                found.update({entry["Key"][root:]: int(entry["Size"]) for entry in page.get("Contents", ())})
-        except self._failures() as error:
-            raise StoreError(f"cannot list {start or '/'} of bucket {self.bucket}: {error}") from error
-        return dict(sorted((key, size) for key, size in found.items() if not key.endswith("/")))
-
-    def size(self, key: str) -> int:
-        try:
-            return int(self._connect().head_object(Bucket=self.bucket, Key=self._name(key))["ContentLength"])
-        except self._failures() as error:
-            raise StoreError(f"no object {key} in {self.uri}: {error}") from error
-
-    def exists(self, key: str) -> bool:
-        try:
-            self._connect().head_object(Bucket=self.bucket, Key=self._name(key))
-        except self._failures() as error:
-            # Only "not found" is an answer; a refused or failed request must not pass for an absent object.
-            status = getattr(error, "response", {}).get("ResponseMetadata", {}).get("HTTPStatusCode")
-            if status == 404:
-                return False
-            raise StoreError(f"cannot look up {key} in {self.uri}: {error}") from error
-        return True
-
-    def local_path(self, key: str) -> Path | None:
-        return None
-
-    def close(self) -> None:
-        with self._lock:
-            client, self._client, self._closed = self._client, None, True
-        if client is not None:
-            client.close()
-
-    def _get(self, key: str, byte_range: str | None, where: str) -> bytes:
-        extra = {"Range": byte_range} if byte_range else {}
-        try:
-            answer = self._connect().get_object(Bucket=self.bucket, Key=self._name(key), **extra)
-            with answer["Body"] as stream:
-                return bytes(stream.read())
-        except self._failures() as error:
-            raise StoreError(f"cannot read {where}: {error}") from error
-
-    def _name(self, key: str) -> str:
-        return f"{self.prefix}/{_checked(key)}" if self.prefix else _checked(key)
-
-    def _connect(self) -> Any:
-        # Clients are thread safe, making one is not; a session of our own avoids boto3's shared default session.
-        with self._lock:
-            if self._closed:
-                raise StoreError(f"{self.uri} is closed")
-            if self._client is None:
-                import boto3
-                from botocore.config import Config
-
-                config = Config(retries={"mode": "standard", "total_max_attempts": 5}, max_pool_connections=64)
-                self._client = boto3.session.Session().client("s3", config=config)
-            return self._client
-
-    @staticmethod
-    def _failures() -> tuple[type[Exception], ...]:
-        from botocore.exceptions import BotoCoreError, ClientError
-        from urllib3.exceptions import HTTPError
-
-        return BotoCoreError, ClientError, HTTPError
+def _kind(error: OSError) -> type[StoreError]:
+    return ObjectMissing if isinstance(error, FileNotFoundError | NotADirectoryError) else StoreError
 
 
 class _RangeFile(io.RawIOBase):
     """Seekable read-only file over one object, for readers that want a file (Parquet)."""
 
-    def __init__(self, store: Store, key: str) -> None:
+    def __init__(self, store: Store, key: str, info: ObjectInfo | None) -> None:
         self._store, self._key = store, key
-        self._size, self._position = store.size(key), 0
+        self._size = store.size(key) if info is None else info.size
+        self._version = None if info is None else info.version
+        self._position = 0
 
     def readable(self) -> bool:
         return True
@@ -282,6 +317,6 @@ class _RangeFile(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         length = max(0, min(len(buffer), self._size - self._position))
-        buffer[:length] = self._store.read_range(self._key, self._position, length)
+        buffer[:length] = self._store.read_range(self._key, self._position, length, version=self._version)
         self._position += length
         return length

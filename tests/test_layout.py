@@ -40,7 +40,9 @@ def test_parts_import_neither_each_other_nor_recipes(package: str) -> None:
     ("library", "homes"),
     [
         ("av", {"knonik/video.py", "knonik/encode.py"}),
-        ("boto3", {"knonik/store.py"}),
+        ("boto3", {"knonik/s3.py"}),
+        ("botocore", {"knonik/s3.py"}),
+        ("obstore", {"knonik/s3.py"}),
         ("wandb", set()),
     ],
 )

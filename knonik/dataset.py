@@ -1,5 +1,6 @@
 """`open` a LeRobot dataset where it lies, and ask it for frames, rows, order and statistics."""
 
+import copy
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,8 @@ from knonik.gop import Gop
 from knonik.index import VideoIndex, load_index
 from knonik.lerobot import Metadata, read_metadata
 from knonik.modality import text_column as resolve_text_column
-from knonik.order import AnchorOrder
+from knonik.order import AnchorOrder, Anchors
+from knonik.select import Ranges, common_ranges, find_anchors, read_ranges, split_episodes
 from knonik.statistics import Statistics, cached_statistics
 from knonik.stock import TOLERANCE_S
 from knonik.store import Store, open_store
@@ -31,6 +33,7 @@ def open(
     *,
     cache_dir: str | os.PathLike[str] | None = None,
     episodes: Sequence[int] | None = None,
+    ranges: Ranges | str | os.PathLike[str] | None = None,
     text_column: str | None = None,
 ) -> "Dataset":
     """Open a LeRobot v2.0, v2.1 or v3.0 dataset in place.
@@ -39,6 +42,8 @@ def open(
         uri: /path, file:///path or s3://bucket/prefix.
         cache_dir: folder for the index and the columns; default $KNONIK_CACHE, else the user's cache folder.
         episodes: ids of the episodes to use; default all.
+        ranges: frames that may be anchors, {episode id: [(start, stop), ...]} or a JSON file of that form; episodes it
+            does not name have none. Windows may reach beyond a range. Default: every frame.
         text_column: integer column whose values select the text of a row from the tasks, such as
             `annotation.human.action.task_description` or a name among modality.json's annotations; default task_index.
 
@@ -46,6 +51,7 @@ def open(
         FileNotFoundError: nothing there.
         knonik.lerobot.MetadataError: the metadata is damaged or contradicts the files.
         KeyError: an episode id or the text column does not exist.
+        ValueError: a range is empty or reaches beyond its episode.
     """
     store = open_store(uri)
     try:
@@ -59,6 +65,7 @@ def open(
             folder,
             metadata.episodes if episodes is None else metadata.episodes.subset(episodes),
             resolve_text_column(text_column, metadata.modality, metadata.features),
+            None if ranges is None else read_ranges(ranges, metadata.episodes),
         )
     except BaseException:
         store.close()
@@ -76,6 +83,7 @@ class Dataset:
         modality: GR00T's names for parts of the vectors, cameras and language columns; None without modality.json.
         text_column: the column whose values select a row's text.
         episodes: table of the episodes in use.
+        ranges: frames that may be anchors, per episode id; None = all.
         store, index: for readers that fetch and decode on their own.
     """
 
@@ -87,6 +95,7 @@ class Dataset:
         folder: Path,
         episodes: EpisodeTable,
         text_column: str = "task_index",
+        ranges: Ranges | None = None,
     ) -> None:
         self.store = store
         self.index = index
@@ -103,6 +112,8 @@ class Dataset:
         self.cameras = [name for name, table in tables.items() if table.depth is None]
         self.depth_cameras = [name for name, table in tables.items() if table.depth is not None]
         self.episodes = episodes
+        self.ranges = ranges
+        self._whole: Dataset | None = None  # of a view: the dataset whose store it uses
         self._all_episodes = metadata.episodes
         self._folder = folder
         self._columns: dict[str, Column] = {}
@@ -200,10 +211,40 @@ class Dataset:
         codec = self.index.gop(key, number).codec
         return codec.height, codec.width
 
+    def subset(
+        self, episodes: Sequence[int] | None = None, ranges: Ranges | str | os.PathLike[str] | None = None
+    ) -> "Dataset":
+        """A view of some episodes, or of some ranges of frames as anchors (see `open`), or both.
+
+        It shares store, index and columns with this dataset and ends with it; closing the view changes nothing.
+
+        Raises:
+            KeyError: an episode is not in use, or not in the dataset.
+        """
+        view = copy.copy(self)
+        view._whole, view._decoder = self._whole or self, None
+        if episodes is not None:
+            view.episodes = self.episodes.subset(episodes)
+        if ranges is not None:
+            chosen = read_ranges(ranges, self._all_episodes)
+            view.ranges = chosen if self.ranges is None else common_ranges(self.ranges, chosen)
+        return view
+
+    def split(self, validation: float = 0.05, seed: int = 0) -> tuple["Dataset", "Dataset"]:
+        """(training, validation) views that share no episode; an episode's side depends on its id and `seed` alone.
+
+        See `split_episodes`.
+        """
+        training, held_out = split_episodes(self.episodes, validation, seed)
+        return self.subset(training), self.subset(held_out)
+
+    def anchors(self, horizon: int = 1) -> Anchors:
+        """The anchor steps in stored order: rows of the episodes in use inside `ranges`; see `find_anchors`."""
+        return find_anchors(self.episodes, self.ranges, horizon)
+
     def order(self, *, seed: int, epoch: int, horizon: int = 1, shuffle: bool = True) -> AnchorOrder:
         """Order of the anchor steps in one epoch: item i is (episode id, frame), in O(1). See `AnchorOrder`."""
-        table = self.episodes
-        return AnchorOrder(table.ids, table.length, seed=seed, epoch=epoch, horizon=horizon, shuffle=shuffle)
+        return AnchorOrder(self.anchors(horizon), seed=seed, epoch=epoch, shuffle=shuffle)
 
     def statistics(self, key: str) -> Statistics:
         """Min, max, mean, std, q01, q99 of a column, float64 [D], over all rows of the episodes in use."""
@@ -213,7 +254,8 @@ class Dataset:
         """Release the store's connections and the mapped columns, those that nobody else refers to."""
         self._columns = {}
         self._decoder = None
-        self.store.close()
+        if self._whole is None:
+            self.store.close()
 
     def __enter__(self) -> "Dataset":
         return self

@@ -6,6 +6,8 @@ ranks or a library's random generator.
 """
 
 import operator
+from dataclasses import dataclass
+from functools import cached_property
 from typing import SupportsIndex
 
 import numpy as np
@@ -85,14 +87,14 @@ class Permutation:
         low, high = values & np.uint64(self._low), values >> np.uint64(self._low_bits)
         for i, key in enumerate(self._keys):
             if i % 2:
-                low ^= _mix64_array(high + np.uint64(key)) & np.uint64(self._low)
+                low ^= mix64_array(high + np.uint64(key)) & np.uint64(self._low)
             else:
-                high ^= _mix64_array(low + np.uint64(key)) & np.uint64(self._high)
+                high ^= mix64_array(low + np.uint64(key)) & np.uint64(self._high)
         mixed: NDArray[np.uint64] = high << np.uint64(self._low_bits) | low
         return mixed
 
 
-def _mix64_array(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mix64_array(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """`mix64` in place on a temporary array; numpy's uint64 arithmetic wraps as wanted."""
     values ^= values >> np.uint64(30)
     values *= np.uint64(0xBF58476D1CE4E5B9)
@@ -102,43 +104,46 @@ def _mix64_array(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return values
 
 
-class AnchorOrder:
-    """Order of the anchor steps of a set of episodes for one epoch; item i is (episode id, frame).
+@dataclass(frozen=True, kw_only=True)
+class Anchors:
+    """The anchor steps of a dataset in stored order, numbered 0 to len - 1, as stretches of consecutive frames.
 
-    Args:
-        ids: [E] episode ids.
-        lengths: [E] rows per episode.
-        seed, epoch: choose the permutation.
-        horizon: 1 = every row is an anchor (edge policy `repeat`); H > 1 = the last H-1 rows of an episode are none
-            (edge policy `inside`).
-        shuffle: False gives the rows in stored order, for every epoch.
-
-    Raises:
-        ValueError: no row can be an anchor.
+    ids: [S] episode id of each stretch; an episode may have several. starts: [S] first frame. counts: [S] frames, all
+    above 0. Stretches are sorted and do not touch, so equal anchors have equal arrays.
     """
 
-    def __init__(
-        self,
-        ids: NDArray[np.int64],
-        lengths: NDArray[np.int64],
-        *,
-        seed: int,
-        epoch: int,
-        horizon: int = 1,
-        shuffle: bool = True,
-    ) -> None:
-        if horizon < 1:
-            raise ValueError(f"horizon is {horizon}; it counts steps and must be 1 or more")
-        self._ids = ids
-        self._ends = np.cumsum(np.maximum(lengths - (horizon - 1), 0))
-        total = int(self._ends[-1]) if len(ids) else 0
-        if total == 0:
-            longest = int(lengths.max()) if len(lengths) else 0
-            raise ValueError(
-                f"no anchor steps: {len(ids)} episodes, the longest has {longest} rows, horizon is {horizon}"
-            )
-        self._total = total
-        self._permutation = Permutation(total, seed, epoch) if shuffle else None
+    ids: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    counts: NDArray[np.int64]
+
+    @cached_property
+    def ends(self) -> NDArray[np.int64]:
+        """[S] anchors up to the end of each stretch."""
+        return np.cumsum(self.counts)
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def take(self, numbers: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(episode ids, frames) of anchors given by number, both shaped like `numbers`."""
+        wanted = np.asarray(numbers, np.int64)
+        stretches = np.searchsorted(self.ends, wanted, side="right")
+        before = self.ends[stretches] - self.counts[stretches]
+        return self.ids[stretches], wanted - before + self.starts[stretches]
+
+
+class AnchorOrder:
+    """Order of the anchor steps of a dataset for one epoch; item i is (episode id, frame).
+
+    Args:
+        anchors: the steps to order, at least one.
+        seed, epoch: choose the permutation.
+        shuffle: False gives the anchors in stored order, for every epoch.
+    """
+
+    def __init__(self, anchors: Anchors, *, seed: int, epoch: int, shuffle: bool = True) -> None:
+        self._anchors, self._total = anchors, len(anchors)
+        self._permutation = Permutation(self._total, seed, epoch) if shuffle else None
 
     def __len__(self) -> int:
         return self._total
@@ -148,19 +153,15 @@ class AnchorOrder:
         if not -self._total <= position < self._total:
             raise IndexError(f"position {position} is outside an order of {self._total} anchors")
         position %= self._total
-        anchor = position if self._permutation is None else self._permutation[position]
-        episode = int(np.searchsorted(self._ends, anchor, side="right"))
-        return int(self._ids[episode]), anchor - (int(self._ends[episode - 1]) if episode else 0)
+        number = position if self._permutation is None else self._permutation[position]
+        episode, frame = self._anchors.take(number)
+        return int(episode), int(frame)
 
     def take(self, indices: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(episode ids, frames) of many positions, both shaped like `indices`."""
         positions = np.asarray(indices, np.int64)
         if self._permutation is not None:
-            anchors = self._permutation.take(positions)
-        elif positions.size and not (positions.min() >= 0 and positions.max() < self._total):
+            return self._anchors.take(self._permutation.take(positions))
+        if positions.size and not (positions.min() >= 0 and positions.max() < self._total):
             raise IndexError(f"positions {positions.min()}..{positions.max()} are not all inside [0, {self._total})")
-        else:
-            anchors = positions
-        episodes = np.searchsorted(self._ends, anchors, side="right")
-        starts = np.append(0, self._ends)[episodes]
-        return self._ids[episodes], anchors - starts
+        return self._anchors.take(positions)

@@ -3,12 +3,29 @@
 import numpy as np
 import pytest
 
+from knonik.episodes import EpisodeTable
 from knonik.order import AnchorOrder, Permutation
+from knonik.select import find_anchors
 from knonik.windows import window_frames
 
 IDS = np.array([3, 10, 11, 40])
 LENGTHS = np.array([5, 1, 7, 4])
 GOLDEN = [32, 150, 883, 478]
+
+
+def table() -> EpisodeTable:
+    nothing = np.zeros(len(IDS), np.int64)
+    first = np.cumsum(LENGTHS) - LENGTHS
+    return EpisodeTable(
+        ids=IDS,
+        length=LENGTHS,
+        first_row=first,
+        data_keys=("rows",),
+        data_object=nothing,
+        data_row=first,
+        tasks=((),) * len(IDS),
+        cameras={},
+    )
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 64, 65, 1000, 4097, 100_003])
@@ -70,7 +87,7 @@ def test_positions_outside_are_refused() -> None:
 @pytest.mark.parametrize(("horizon", "left"), [(1, [5, 1, 7, 4]), (3, [3, 0, 5, 2]), (5, [1, 0, 3, 0])])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_anchors_cover_exactly_the_allowed_rows(horizon: int, left: list[int], shuffle: bool) -> None:
-    order = AnchorOrder(IDS, LENGTHS, seed=2, epoch=1, horizon=horizon, shuffle=shuffle)
+    order = AnchorOrder(find_anchors(table(), None, horizon), seed=2, epoch=1, shuffle=shuffle)
     expected = [(int(e), f) for e, n in zip(IDS, left, strict=True) for f in range(n)]
     assert len(order) == len(expected)
     anchors = [order[i] for i in range(len(order))]
@@ -81,7 +98,7 @@ def test_anchors_cover_exactly_the_allowed_rows(horizon: int, left: list[int], s
 
 def test_no_anchor_is_an_error_that_says_why() -> None:
     with pytest.raises(ValueError, match="longest has 7 rows, horizon is 8"):
-        AnchorOrder(IDS, LENGTHS, seed=0, epoch=0, horizon=8)
+        find_anchors(table(), None, horizon=8)
 
 
 def test_windows_repeat_the_edge_and_mark_it() -> None:

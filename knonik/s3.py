@@ -198,6 +198,7 @@ class _Link:
             options["if_match"] = version
         result = obstore.get(self.store, name, options=options)
         first, last = result.range
+        _check_end(last, stop)
         # A short answer is mostly one buffer; a long one is taken in parts, of which the read ones survive a break.
         parts = result.stream(min_chunk_size=_CHUNK_BYTES)
         return Body(length=last - first, version=result.meta["e_tag"], chunks=self._chunks(parts))
@@ -210,6 +211,8 @@ class _Link:
         answer = self.client.get_object(Bucket=self.bucket, Key=name, **options)
         if options.get("Range") and "ContentRange" not in answer:
             raise Fault(FaultKind.REFUSED, "the server ignored the Range header and sent the whole object")
+        if "Range" in options:
+            _check_end(int(answer["ContentRange"].partition("/")[0].rpartition("-")[2]) + 1, stop)
         parts = answer["Body"].iter_chunks(_CHUNK_BYTES)
         return Body(length=int(answer["ContentLength"]), version=answer.get("ETag"), chunks=self._chunks(parts))
 
@@ -218,6 +221,11 @@ class _Link:
             yield from parts
         except Exception as error:
             raise _fault(error, self) from None
+
+
+def _check_end(last: int, stop: int | None) -> None:
+    if stop is not None and last < stop:
+        raise Fault(FaultKind.REFUSED, f"short read: the object ends at byte {last}")
 
 
 def _connect(bucket: str, stall_s: float, region: str | None) -> _Link:
@@ -306,8 +314,6 @@ def _fault(error: Exception, link: _Link) -> Fault:
         return _answered(int(found[1]), _tag(text, "Code"), _tag(text, "Message"), link, None)
     if "redirect without LOCATION" in text:
         return _answered(301, "PermanentRedirect", "", link, None)
-    if found := re.search(r"Requested \d+\.\.\d+, got \d+\.\.(\d+)", text):
-        return Fault(FaultKind.REFUSED, f"short read: the object ends at byte {found[1]}")
     if "non-partial response" in text:
         return Fault(FaultKind.REFUSED, "the server ignored the Range header and sent the whole object")
     return _unanswered(error, text)
@@ -324,6 +330,8 @@ def _answered(status: int, code: str, message: str, link: _Link, retry_after_s: 
         return Fault(FaultKind.RENEWED, text)
     if code in _CHANGED or status == 412:
         return Fault(FaultKind.CHANGED, text)
+    if code == "InvalidRange" or status == 416:
+        return Fault(FaultKind.REFUSED, f"short read: the object ends before the first byte asked for ({text})")
     if code == "NoSuchBucket":
         return Fault(
             FaultKind.REFUSED, f"{text} (no bucket {link.bucket!r} there; see the address and AWS_ENDPOINT_URL)"

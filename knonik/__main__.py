@@ -1,0 +1,3 @@
+from knonik.cli import main
+
+main()

@@ -56,6 +56,15 @@ class ColourSpec:
         return cls(matrix=_TAGGED[tags.matrix], full_range=full)
 
     @property
+    def tags(self) -> "frozenset[FrameTags]":
+        """All tags of frames that are converted by this spec."""
+        from knonik.video import FrameTags  # late: planes can be converted where no video library is
+
+        pix_fmts = ("yuv420p", "yuvj420p")
+        found = (FrameTags(pix_fmt=p, matrix=m, range=r) for p in pix_fmts for m in _TAGGED for r in _RANGES)
+        return frozenset(tags for tags in found if ColourSpec.of(tags) == self)
+
+    @property
     def factors(self) -> "Factors":
         """The 16-bit factors of this spec."""
         red_v, blue_u, green_u, green_v = _MATRICES[self.matrix]

@@ -25,7 +25,7 @@ from knonik.store import Store, open_store
 from knonik.windows import window_frames
 
 if TYPE_CHECKING:
-    from knonik.video import GopDecoder
+    from knonik.frames import FrameReader
 
 
 def open(
@@ -117,7 +117,7 @@ class Dataset:
         self._all_episodes = metadata.episodes
         self._folder = folder
         self._columns: dict[str, Column] = {}
-        self._decoder: GopDecoder | None = None
+        self._readers: dict[str, FrameReader] = {}
 
     def __len__(self) -> int:
         return self.episodes.num_rows
@@ -173,8 +173,11 @@ class Dataset:
         """The packets that present frame `frame` of video object `key`."""
         return self.index.gop(key, frame)
 
-    def frame(self, *, episode: int, camera: str, frame: int) -> NDArray[np.uint8]:
-        """The picture of a row, uint8 [H, W, 3] RGB, the very one the stock loader gives.
+    def frame(self, *, episode: int, camera: str, frame: int) -> NDArray[Any]:
+        """The picture of a row, the very one the stock loader gives.
+
+        Returns:
+            uint8 [H, W, 3] RGB; of a depth camera uint16 [H, W, 1] millimetres.
 
         Raises:
             ValueError: the nearest frame is further from the row's timestamp than the stock tolerance of 1e-4 s.
@@ -187,26 +190,28 @@ class Dataset:
                 f"{off_s:.6f} s away from the row's timestamp, the stock tolerance is {TOLERANCE_S:g} s; "
                 f"{self.index.num_far_rows(camera)} rows of the dataset are like this"
             )
-        gop = self.index.gop(key, number).through(number)
-        picture = np.empty((gop.codec.height, gop.codec.width, 3), np.uint8)
-        packets = gop.read(self.store)
+        reader = self._reader(camera)
+        picture = np.empty(reader.spec.shape, reader.spec.dtype)
         try:
-            self._frame_decoder().decode(gop.codec, packets, gop.pts.tolist(), [gop.pts_of(number)], [picture])
+            reader.read(key, [number], [picture])
         except RuntimeError as error:
             where = f"episode {episode}, camera {camera}, frame {frame} (frame {number} of {key})"
             raise RuntimeError(f"{where}: {error}") from error
         return picture
 
-    def _frame_decoder(self) -> "GopDecoder":
+    def _reader(self, camera: str) -> "FrameReader":
         # Imported late: an index can be read where no video library is installed.
-        from knonik.video import GopDecoder
+        from knonik.frames import StoredPackets, frame_reader
 
-        if self._decoder is None:
-            self._decoder = GopDecoder()
-        return self._decoder
+        if camera not in self._readers:
+            self._readers[camera] = frame_reader(self, camera, packets=StoredPackets(self))
+        return self._readers[camera]
 
     def image_shape(self, camera: str) -> tuple[int, int]:
-        """(height, width) of a camera's pictures, from the video itself."""
+        """(height, width) of a camera's pictures, from the first of them."""
+        if self.episodes.cameras[camera].kind == "image":
+            height, width, _ = self._reader(camera).spec.shape
+            return height, width
         key, number = self.index.locate(int(self.episodes.ids[0]), camera, 0)
         codec = self.index.gop(key, number).codec
         return codec.height, codec.width
@@ -222,7 +227,7 @@ class Dataset:
             KeyError: an episode is not in use, or not in the dataset.
         """
         view = copy.copy(self)
-        view._whole, view._decoder = self._whole or self, None
+        view._whole, view._readers = self._whole or self, {}
         if episodes is not None:
             view.episodes = self.episodes.subset(episodes)
         if ranges is not None:
@@ -253,8 +258,9 @@ class Dataset:
     def close(self) -> None:
         """Release the store's connections and the mapped columns, those that nobody else refers to."""
         self._columns = {}
-        self._decoder = None
+        self._readers = {}
         if self._whole is None:
+            self.index.close()
             self.store.close()
 
     def __enter__(self) -> "Dataset":

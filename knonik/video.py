@@ -8,9 +8,9 @@ reordering (B-frames) is drained.
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import av
 import numpy as np
@@ -69,7 +69,7 @@ class GopDecoder:
         wanted: Sequence[int],
         out: Sequence[NDArray[Any]],
         format: str = "rgb24",
-        tags: FrameTags | None = None,
+        allowed: Collection[FrameTags] | None = None,
     ) -> FrameTags | None:
         """Write the frames with presentation times `wanted` into `out`; returns how they store colour.
 
@@ -82,11 +82,11 @@ class GopDecoder:
             format: `rgb24`, uint8 [H, W, 3] by libav's default conversion; `yuv420p`, uint8 [N] with the rows of Y, U
                 and V one after another, without padding; `gray12le`, uint16 [H, W]. The last two must be what the
                 stream holds: only rgb24 is converted to.
-            tags: what the frames must be like; None allows all.
+            allowed: tags the frames may have; None allows all.
 
         Raises:
-            DecodeError: a wanted time is in no packet, a frame does not come out, or it has another size or format than
-                `out`, `format` and `tags` say.
+            DecodeError: a wanted time is in no packet, a frame does not come out, or it is not of the size, format or
+                tags that `out`, `format` and `allowed` say.
         """
         if format not in _WRITERS:
             raise ValueError(f"format={format!r} is not known; allowed: {', '.join(_WRITERS)}")
@@ -106,7 +106,7 @@ class GopDecoder:
         # Taken out while in use: a context that failed half-way is not used again.
         context = contexts.pop(key, None) or _Context(codec)
         try:
-            found = context.decode(packets, pts, last, targets, format, tags)
+            found = context.decode(packets, pts, last, targets, format, allowed)
         except av.FFmpegError as error:
             raise DecodeError(f"{codec.name} decoder refused a packet of the GOP {_span(pts)}: {error}") from error
         contexts[key] = context
@@ -140,7 +140,7 @@ class _Context:
         last: int,
         targets: dict[int, list[NDArray[Any]]],
         format: str,
-        tags: FrameTags | None,
+        allowed: Collection[FrameTags] | None,
     ) -> FrameTags | None:
         if self._used:
             self._decoder.flush_buffers()
@@ -151,16 +151,20 @@ class _Context:
             packet.pts = pts[index]
             packet.dts = index  # any rising value: only order matters here
             for frame in self._decoder.decode(packet):
-                found = self._deliver(frame, targets, format, tags) or found
+                found = self._deliver(frame, targets, format, allowed) or found
         if targets:
             for frame in self._decoder.decode(None):
-                found = self._deliver(frame, targets, format, tags) or found
+                found = self._deliver(frame, targets, format, allowed) or found
         if targets:
             raise DecodeError(f"no frame came out for pts {sorted(targets)} of the GOP {_span(pts)}")
         return found
 
     def _deliver(
-        self, frame: Any, targets: dict[int, list[NDArray[Any]]], format: str, tags: FrameTags | None
+        self,
+        frame: Any,
+        targets: dict[int, list[NDArray[Any]]],
+        format: str,
+        allowed: Collection[FrameTags] | None,
     ) -> FrameTags | None:
         arrays = targets.pop(frame.pts, None)
         if arrays is None:
@@ -168,8 +172,11 @@ class _Context:
         if frame.is_corrupt:
             raise DecodeError(f"the frame with pts {frame.pts} is damaged")
         found = _tags(frame)
-        if tags is not None and found != tags:
-            raise DecodeError(f"the frame with pts {frame.pts} is {found}, expected {tags}")
+        if allowed is not None and found not in allowed:
+            raise DecodeError(
+                f"the frame with pts {frame.pts} is {found.pix_fmt} with colour matrix {found.matrix} and range "
+                f"{found.range}, unlike the first frames of its camera"
+            )
         if format == "rgb24":
             frame = self._reformatter.reformat(frame, format="rgb24", threads=1)
         elif found.pix_fmt not in _SAME_LAYOUT[format]:
@@ -228,3 +235,32 @@ _SAME_LAYOUT: Mapping[str, tuple[str, ...]] = {"yuv420p": ("yuv420p", "yuvj420p"
 
 def _span(pts: Sequence[int]) -> str:
     return f"of {len(pts)} packets, pts {min(pts)}..{max(pts)}" if pts else "of no packets"
+
+
+def read_container(file: IO[bytes], format: str = "rgb24") -> Iterator[tuple[float, NDArray[Any]]]:
+    """Time in seconds and picture of every frame of a video file in presentation order, by libav's own demuxer.
+
+    The slow way, which shares nothing with `GopDecoder` but the codecs and swscale: what `knonik verify` compares with.
+    `file` must be seekable; `format` is `rgb24` or `gray12le`.
+    """
+    with av.open(file, "r") as container:
+        stream: Any = container.streams.video[0]
+        stream.codec_context.thread_count = 1
+        for frame in container.decode(stream):
+            if format != "rgb24" and frame.format.name != format:
+                raise DecodeError(f"the frame at {frame.time} s is {frame.format.name}, expected {format}")
+            yield float(frame.pts * stream.time_base), frame.to_ndarray(format=format)
+
+
+def swscale_rgb(planes: NDArray[np.uint8], height: int, width: int, tags: FrameTags) -> NDArray[np.uint8]:
+    """Planes [N] (as `yuv420p` of `GopDecoder`) to [H, W, 3] by the libswscale at hand."""
+    frame: Any = av.VideoFrame(width, height, tags.pix_fmt)
+    frame.colorspace, frame.color_range = tags.matrix, tags.range
+    half = -(-height // 2), -(-width // 2)
+    ends = np.cumsum([height * width, half[0] * half[1], half[0] * half[1]])
+    for plane, part, shape in zip(frame.planes, np.split(planes, ends[:2]), ((height, width), half, half), strict=True):
+        rows = np.zeros((shape[0], plane.line_size), np.uint8)
+        rows[:, : shape[1]] = part.reshape(shape)
+        plane.update(rows)
+    rgb: Any = VideoReformatter().reformat(frame, format="rgb24", threads=1)
+    return _plane(rgb, 0, np.uint8, height, width, 3).copy()

@@ -6,13 +6,16 @@ from typing import Any
 
 import torch
 
+from knonik.colour import Planes
+
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """B samples, each an anchor step with its windows.
 
     Attributes:
-        images: camera to uint8 [B, T, H, W, 3], the stock rgb frames.
+        images: camera to uint8 [B, T, H, W, 3], the stock rgb frames (or what the loader's prefix made of them); to
+            `Planes` under the transport yuv420p; to uint16 [B, T, H, W, 1] millimetres for depth.
         state: key to float32 [B, T, D].
         action: key to float32 [B, H, D]; steps beyond the episode repeat its last row.
         action_is_pad: bool [B, H], True for those repeated steps; empty [B, 0] without actions.
@@ -25,7 +28,7 @@ class Batch:
         inputs: what the loader's `transform` made of this batch.
     """
 
-    images: dict[str, torch.Tensor]
+    images: dict[str, Any]  # torch.Tensor or Planes
     state: dict[str, torch.Tensor]
     action: dict[str, torch.Tensor]
     action_is_pad: torch.Tensor
@@ -48,7 +51,12 @@ class Batch:
         """A copy in page-locked memory."""
         return self._map(lambda tensor: tensor.pin_memory())
 
-    def _map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+    def rgb(self) -> "Batch":
+        """The batch with rgb tensors in place of `Planes`, converted where they lie."""
+        images = {camera: image.rgb() if isinstance(image, Planes) else image for camera, image in self.images.items()}
+        return replace(self, images=images)
+
+    def _map(self, move: Callable[[Any], Any]) -> "Batch":
         changed: dict[str, Any] = {}
         for item in fields(self):
             value = getattr(self, item.name)

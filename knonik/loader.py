@@ -17,17 +17,26 @@ from typing import Any
 
 import torch
 
+from knonik.badsamples import BadSample, BadSamples
 from knonik.batch import Batch
+from knonik.buffers import BufferPool
+from knonik.colour import Planes
 from knonik.dataset import Dataset
 from knonik.gather import Gather
+from knonik.hold import Hold
+from knonik.parts import Cameras, FramePrefix, Part, PictureSpec, check_decoded, open_parts, picture_specs
+from knonik.pictures import Pictures
 from knonik.pipeline import LoaderError, Pipeline
-from knonik.plan import Offsets, Planner
+from knonik.plan import BatchPlan, Offsets, Planner
 from knonik.stages import Stage
 
 __all__ = ["Loader", "LoaderError"]
 
 Transform = Callable[[Batch], dict[str, torch.Tensor]]
 _MAX_DEFAULT_THREADS = 8
+_RING_BYTES = 256 << 20  # pictures of a default ring: some tenths of a second of decoding, against uneven machines
+_RING_BATCHES = (3, 16)
+_LOOKAHEAD_BATCHES = 256
 
 
 class Loader:
@@ -38,7 +47,7 @@ class Loader:
     and the beginning of the next. A batch handed out is the receiver's: the loader never writes into it again.
 
     Args:
-        dataset: an opened dataset.
+        source: an opened dataset.
         batch_size: samples per rank.
         seed: chooses the order.
         windows: feature or camera key to step offsets from the anchor; default [0] each.
@@ -49,9 +58,23 @@ class Loader:
         rank, world_size: this process' share.
         transform: makes `Batch.inputs` of each batch; runs in the assembling thread.
         decode_threads: None = one less than the cores this rank may use, at least 1 and at most 8.
-        ring_batches: batches being made or ready at any time; bounds memory.
+        ring_batches: batches being made or ready at any time; bounds memory. None = what 256 MB of pictures hold, at
+            least 3 and at most 16: small batches need more of them to even out an uneven machine.
         shuffle: False gives the stored order.
-        pin_memory: put each batch into page-locked memory, for asynchronous copies to a GPU.
+        pin_memory: make each batch in page-locked memory, for asynchronous copies to a GPU.
+        transport: `rgb24`: images are uint8 [B, T, H, W, 3]. `yuv420p`: they are `Planes`, half the bytes, which
+            `Batch.rgb` turns into the same rgb on any device.
+        ram_bytes: bound of the compressed packets in memory, for datasets that are not local.
+        disk_bytes: bound of the compressed packets on local disk, likewise; None = what the dataset needs, at most half
+            of the free space; 0 = none.
+        connections: range reads under way at a time.
+        prefix: deterministic first step of the image path, such as a resize; images in the batch are its results.
+        decoded_bytes: bound of the pictures kept on local disk after decoding and prefix, from which later epochs are
+            served; all pictures of the rows in use must fit. 0 = none are kept.
+        hold_bytes: bound of the pictures held in memory for batches to come, for orders that spread a GOP over several.
+        on_bad_sample: `raise`, or `skip`: the nearest good sample of the batch takes the place of one that cannot be
+            made; `bad_samples` lists them.
+        max_bad_share: share of an epoch's samples that may be bad before `skip` raises.
 
     Attributes:
         manual_acknowledge: False: a batch counts as consumed when it is handed out. True: when `acknowledge` is called
@@ -60,7 +83,7 @@ class Loader:
 
     def __init__(
         self,
-        dataset: Dataset,
+        source: Dataset,
         *,
         batch_size: int,
         seed: int = 0,
@@ -73,10 +96,20 @@ class Loader:
         world_size: int = 1,
         transform: Transform | None = None,
         decode_threads: int | None = None,
-        ring_batches: int = 3,
+        ring_batches: int | None = None,
         shuffle: bool = True,
         pin_memory: bool = False,
+        transport: str = "rgb24",
+        ram_bytes: int = 1 << 30,
+        disk_bytes: int | None = None,
+        connections: int = 32,
+        prefix: FramePrefix | None = None,
+        decoded_bytes: int = 0,
+        hold_bytes: int = 4 << 30,
+        on_bad_sample: str = "raise",
+        max_bad_share: float = 0.01,
     ) -> None:
+        dataset = source
         cameras = list(dataset.cameras if cameras is None else cameras)
         windows = dict(windows or {})
         used = (*cameras, *state, *action)
@@ -87,9 +120,17 @@ class Loader:
             raise ValueError(
                 f"windows of the action keys {list(action)} differ; one action_is_pad serves all, give equal ones"
             )
-        for name, value in (("decode_threads", decode_threads), ("ring_batches", ring_batches)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} is not allowed; give 1 or more")
+        for name, value, least in (
+            ("decode_threads", decode_threads, 1),
+            ("ring_batches", ring_batches, 1),
+            ("connections", connections, 1),
+            ("ram_bytes", ram_bytes, 0),
+            ("disk_bytes", disk_bytes, 0),
+            ("decoded_bytes", decoded_bytes, 0),
+            ("hold_bytes", hold_bytes, 0),
+        ):
+            if value is not None and value < least:
+                raise ValueError(f"{name}={value} is not allowed; give {least} or more")
         self._planner = Planner(
             dataset,
             batch_size=batch_size,
@@ -103,12 +144,33 @@ class Loader:
         )
         self._dataset, self._seed = dataset, seed
         self._gather = Gather(dataset, windows=windows, state=state, action=action)
-        self._shapes = {camera: (*dataset.image_shape(camera), 3) for camera in cameras}
+        self._parts: list[tuple[Dataset, Cameras]] = [(dataset, {camera: camera for camera in cameras})]
+        self._specs = picture_specs(self._parts, transport=transport, prefix=prefix)
+        if decoded_bytes:
+            check_decoded(self._parts, self._specs, decoded_bytes)
+        self._transport, self._prefix, self._decoded_bytes = transport, prefix, decoded_bytes
+        self._transport_options: dict[str, Any] = {
+            "ram_bytes": ram_bytes,
+            "disk_bytes": disk_bytes,
+            "connections": connections,
+        }
+        self._bad_samples = BadSamples(on_bad_sample, max_share=max_bad_share, num_anchors=self._planner.num_anchors)
         self._transform, self._pin_memory = transform, pin_memory
         # torchrun tells how many ranks share this machine; without it all of them may.
         self._threads = decode_threads or default_threads(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
-        self._ring_batches = ring_batches
-        self._stages = {name: Stage() for name in ("decode", "assemble", "transform")}
+        batch_bytes = batch_size * sum(spec.num_bytes * len(windows[name]) for name, spec in self._specs.items())
+        self._ring_batches = ring_batches or min(
+            max(_RING_BYTES // max(1, batch_bytes), *_RING_BATCHES[:1]), _RING_BATCHES[1]
+        )
+        self._holds = self._planner.reuse_batches > 1 and not decoded_bytes
+        held = (self._planner.reuse_batches + self._ring_batches) * batch_bytes
+        if self._holds and held > hold_bytes:
+            raise ValueError(
+                f"hold_bytes={hold_bytes} is too small: samples of a GOP are spread over {self._planner.reuse_batches} "
+                f"batches, whose pictures take up to {held} bytes; give at least that, a smaller block_window, a "
+                "prefix that makes pictures smaller, or decoded_bytes"
+            )
+        self._stages = {name: Stage() for name in ("fetch", "decode", "assemble", "transform")}
         self._order = _order_digest(dataset, self._planner.horizon, shuffle)
         self._position = 0  # samples consumed over all epochs and ranks
         self._given: deque[Batch] = deque()  # handed out, not yet acknowledged
@@ -179,9 +241,25 @@ class Loader:
         self._stop()
         self._position = int(state["epoch"]) * self.num_anchors + int(state["position"])
 
+    @property
+    def bad_samples(self) -> list[BadSample]:
+        """Samples left out so far under `on_bad_sample="skip"`, each once."""
+        return self._bad_samples.listed()
+
     def stages(self) -> dict[str, dict[str, float]]:
-        """Seconds each stage was busy, starved and blocked, and its items (frames decoded, batches otherwise)."""
+        """Seconds each stage was busy, starved and blocked, and its items (frames fetched and decoded, else batches).
+
+        `fetch` counts the time decoding threads waited for packets, `decode` the rest of their work.
+        """
         return {name: stage.snapshot() for name, stage in self._stages.items()}
+
+    def gauges(self) -> dict[str, float]:
+        """Every bound and its use, and counters since the start: packets, ring, pictures held and kept, bad samples.
+
+        Names end in `_bytes` or `_s` where the value is no count. Without running threads only some are there.
+        """
+        running = self._pipeline.gauges() if self._pipeline is not None else {}
+        return {**running, **self._bad_samples.gauges()}
 
     def close(self) -> None:
         """Join all threads and let go of the columns; the dataset stays open."""
@@ -201,22 +279,38 @@ class Loader:
         if self._closed:
             raise LoaderError("the loader is closed; make a new one")
         if self._pipeline is None:
-            make = _Inputs(self._transform)
+            parts = open_parts(
+                self._parts,
+                self._specs,
+                transport=self._transport,
+                prefix=self._prefix,
+                decoded_limit=self._decoded_bytes,
+                **self._transport_options,
+            )
+            finish = _Finish(self._gather, self._specs, self._transform)
+            local = all(dataset.store.local_path("meta/info.json") is not None for dataset, _ in self._parts)
             self._pipeline = Pipeline(
-                self._dataset,
                 self._planner,
+                self._pictures(parts),
                 begin=self._position,
-                shapes=self._shapes,
-                finish=self._gather.batch,
-                transform=make.pinned if self._pin_memory else make.inputs,
+                specs={camera: spec.frame for camera, spec in self._specs.items()},
+                buffers=BufferPool(keep=(self._ring_batches + 1) * len(self._specs), pin_memory=self._pin_memory),
+                finish=finish.batch,
+                transform=finish.pinned if self._pin_memory else finish.inputs,
+                bad_samples=self._bad_samples,
                 decode_threads=self._threads,
                 ring_batches=self._ring_batches,
+                lookahead_batches=self._ring_batches if local else _LOOKAHEAD_BATCHES,
                 stages=self._stages,
             )
             # The threads hold the pipeline and never the loader, so a forgotten loader is collected and stops them; the
             # same call runs when the interpreter ends.
             self._finalizer = weakref.finalize(self, self._pipeline.close)
         return self._pipeline
+
+    def _pictures(self, parts: Sequence[Part]) -> Pictures:
+        prefixed = [camera for camera, spec in self._specs.items() if spec.prefixed]
+        return Pictures(parts, prefix=self._prefix, prefixed=prefixed, hold=Hold() if self._holds else None)
 
     def _stop(self) -> None:
         self._given.clear()
@@ -226,11 +320,21 @@ class Loader:
         self._pipeline = self._finalizer = None
 
 
-class _Inputs:
-    """The last step of a batch; holds no reference to the loader."""
+class _Finish:
+    """The last steps of a batch; holds no reference to the loader."""
 
-    def __init__(self, transform: Transform | None) -> None:
-        self._transform = transform
+    def __init__(self, gather: Gather, specs: Mapping[str, PictureSpec], transform: Transform | None) -> None:
+        self._gather, self._specs, self._transform = gather, specs, transform
+
+    def batch(self, plan: BatchPlan, images: Mapping[str, torch.Tensor]) -> Batch:
+        named: dict[str, Any] = {camera: self._named(camera, data) for camera, data in images.items()}
+        return self._gather.batch(plan, named)
+
+    def _named(self, camera: str, data: torch.Tensor) -> torch.Tensor | Planes:
+        spec = self._specs[camera]
+        if spec.colour is None:
+            return data
+        return Planes(data=data, height=spec.size[0], width=spec.size[1], spec=spec.colour)
 
     def inputs(self, batch: Batch) -> Batch:
         return batch if self._transform is None else replace(batch, inputs=self._transform(batch))

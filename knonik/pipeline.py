@@ -1,26 +1,32 @@
-"""The threads of a loader: one that plans and assembles batches, and a pool that decodes their frames.
+"""The threads of a loader: one plans ahead, a pool decodes, one puts batches together in order.
 
-Plan and buffers of a batch are made first, its GOPs go to the decoding threads, and when the last of them is decoded
-the batch is finished and queued. At most `ring_batches` batches exist between planning and being taken, which bounds
-memory. Buffers are new for every batch and belong to whoever takes it: nothing is ever written into a batch that was
-handed out.
+The planning thread looks as far ahead as the packet source has room for, so bytes are on their way long before their
+batch is due. A batch whose turn has come gets buffers and its GOPs go to the decoding threads; when the last of them is
+decoded the batch is finished and queued. At most `ring_batches` batches exist between getting buffers and being taken,
+which bounds memory. Buffers belong to whoever takes the batch and are used again only when nobody refers to them.
+
+What a consumer waits for: a decoding thread leaves the interpreter lock for nearly all of its time, and taking a ready
+batch is one queue operation, so the wait is that of a lock others hold for microseconds.
 """
 
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from knonik.badsamples import BadSamples
 from knonik.batch import Batch
-from knonik.dataset import Dataset
-from knonik.plan import BatchPlan, GopJob, Planner
+from knonik.buffers import BufferPool
+from knonik.frames import FrameSpec
+from knonik.pictures import Pictures, sample
+from knonik.plan import BatchPlan, GopJob
 from knonik.stages import Stage
-from knonik.video import GopDecoder
 
 _CHUNKS_PER_THREAD = 4  # enough to even out GOPs of unequal cost, few enough that queueing costs nothing
 
@@ -29,14 +35,34 @@ class LoaderError(RuntimeError):
     """A batch could not be made; the message names episode, camera, frame, file and cause."""
 
 
+class Plans(Protocol):
+    """What the pipeline needs of a planner."""
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of a batch over all ranks."""
+
+    @property
+    def reuse_batches(self) -> int:
+        """Batches over which the samples of one GOP are spread."""
+
+    def plan(self, begin: int) -> BatchPlan:
+        """This rank's share of the batch at a global position."""
+
+
 class _Work:
     """A batch in the making."""
 
-    def __init__(self, plan: BatchPlan, images: dict[str, torch.Tensor], parts: int) -> None:
+    def __init__(self, number: int, plan: BatchPlan, images: dict[str, torch.Tensor], parts: int) -> None:
+        self.number = number
         self.plan = plan
         self.images = images
+        self.flat: dict[str, NDArray[Any]] = {
+            camera: image.numpy().reshape(-1, *image.shape[2:]) for camera, image in images.items()
+        }
         self.done = threading.Event()
         self.error: BaseException | None = None
+        self.bad: dict[int, Exception] = {}  # place in the batch -> why that sample cannot be made
         self._lock = threading.Lock()
         self._parts = parts
         if not parts:
@@ -54,40 +80,60 @@ class Pipeline:
     """Makes batches from a global position on, in order, until closed.
 
     Args:
+        planner: says what each batch holds.
+        pictures: writes the pictures of a batch; closed with the pipeline.
         begin: global position of the first batch.
-        finish: turns a plan and its images into a batch.
-        transform: what to put into `Batch.inputs`, or None.
+        specs: batch camera to shape and element type of one picture.
+        buffers: where the batches' memory comes from.
+        finish: turns a plan and its images [B, T, *shape] into a batch.
+        transform: last step of a batch.
+        bad_samples: what to do about samples that cannot be made.
+        lookahead_batches: batches planned and announced beyond those in the ring, at most.
     """
 
     def __init__(
         self,
-        dataset: Dataset,
-        planner: Planner,
+        planner: Plans,
+        pictures: Pictures,
         *,
         begin: int,
-        shapes: dict[str, tuple[int, int, int]],
+        specs: Mapping[str, FrameSpec],
+        buffers: BufferPool,
         finish: Callable[[BatchPlan, dict[str, torch.Tensor]], Batch],
         transform: Callable[[Batch], Batch],
+        bad_samples: BadSamples,
         decode_threads: int,
         ring_batches: int,
-        stages: dict[str, Stage],
+        lookahead_batches: int,
+        stages: Mapping[str, Stage],
     ) -> None:
-        self._dataset, self._planner, self._begin = dataset, planner, begin
-        self._shapes, self._finish, self._transform = shapes, finish, transform
-        self._stages = stages
-        self._decoder = GopDecoder()
-        self._jobs: queue.SimpleQueue[tuple[_Work, list[GopJob]] | None] = queue.SimpleQueue()
-        self._ready: queue.SimpleQueue[Batch | BaseException] = queue.SimpleQueue()
-        self._slots = threading.Semaphore(ring_batches)
+        self._planner, self._pictures, self._begin = planner, pictures, begin
+        self._specs, self._buffers, self._finish, self._transform = specs, buffers, finish, transform
+        self._bad_samples, self._stages = bad_samples, stages
+        self._chunks = decode_threads * _CHUNKS_PER_THREAD
+        self._lookahead = lookahead_batches
+        self._ring = ring_batches
+        # Shared with the planning thread, under `_turn`.
+        self._turn = threading.Condition()
+        self._slots = ring_batches
+        self._refused = False  # the source had no room when asked last, and no batch was done since
         self._closing = threading.Event()
-        self._making: deque[_Work] = deque()
-        self._parts = decode_threads * _CHUNKS_PER_THREAD
+        # The planning thread's own.
+        self._planned: deque[tuple[BatchPlan, list[list[tuple[str, int]]]]] = deque()
+        self._announced: deque[tuple[int, BatchPlan]] = deque()
+        self._number = 0
+        self._failure: Exception | None = None
+        self._jobs: queue.SimpleQueue[tuple[_Work, list[GopJob]] | None] = queue.SimpleQueue()
+        self._making: queue.SimpleQueue[_Work | BaseException | None] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[Batch | BaseException] = queue.SimpleQueue()
         # Daemons, so that an interpreter that ends with a loader still open is not held up; `close` joins them.
         self._decoders = [
             threading.Thread(target=self._decode, name=f"knonik-decode-{i}", daemon=True) for i in range(decode_threads)
         ]
+        self._planning = threading.Thread(target=self._plan, name="knonik-plan", daemon=True)
         self._assembler = threading.Thread(target=self._assemble, name="knonik-assemble", daemon=True)
-        for thread in (*self._decoders, self._assembler):
+        self._threads = (self._planning, *self._decoders, self._assembler)
+        for thread in self._threads:
             thread.start()
 
     def take(self) -> Batch:
@@ -96,117 +142,183 @@ class Pipeline:
         if isinstance(item, BaseException):
             self._ready.put(item)  # it stays failed
             raise item
-        self._slots.release()
+        with self._turn:
+            self._slots += 1
+            self._turn.notify()
         return item
+
+    def gauges(self) -> dict[str, float]:
+        """Batches ready, being made and looked ahead at; the pictures' gauges."""
+        ready = self._ready.qsize()
+        return {
+            "ring_batches": self._ring,
+            "ring_ready": ready,
+            "ring_making": max(0, self._ring - self._slots - ready),
+            "lookahead_batches": len(self._announced) + len(self._planned),
+            **self._pictures.gauges(),
+        }
 
     def close(self) -> None:
         """Stop and join all threads. Safe to call twice; a `take` under way gets an error."""
+        if threading.current_thread() in self._threads:
+            # A garbage collection may run in a thread of ours, even inside one of its locks: it cannot join itself.
+            threading.Thread(target=self.close, name="knonik-close", daemon=True).start()
+            return
         self._closing.set()
-        self._slots.release()
+        with self._turn:
+            self._turn.notify()
+        self._pictures.close()  # ends the waits for packets
         for _ in self._decoders:
             self._jobs.put(None)
-        self._assembler.join()
-        for thread in self._decoders:
+        self._making.put(None)
+        for thread in self._threads:
             thread.join()
+        self._buffers.close()
         self._ready.put(LoaderError("the loader was closed"))
 
-    def _assemble(self) -> None:
-        stage = self._stages["assemble"]
+    def _plan(self) -> None:
         try:
             while not self._closing.is_set():
-                if self._slots.acquire(blocking=False):
-                    with stage.measure("busy"):
-                        self._start(self._planner.plan(self._begin))
-                        self._begin += self._planner.global_batch
-                elif self._making:
-                    self._deliver(self._making.popleft())
-                else:
-                    with stage.measure("blocked"):
-                        self._slots.acquire()
-                    self._slots.release()
+                if not (self._start_next() or self._look_ahead()):
+                    with self._turn:
+                        if self._idle():
+                            self._turn.wait()
+                if self._failure is not None and not self._announced:
+                    raise self._failure  # behind the batches that are well
+        except BaseException as error:
+            self._making.put(error)
+
+    def _idle(self) -> bool:
+        startable = self._slots > 0 and self._announced
+        room = not self._refused and len(self._announced) < self._lookahead and self._failure is None
+        return not startable and not room and not self._closing.is_set()
+
+    def _start_next(self) -> bool:
+        """Give the next batch buffers and hand out its jobs, if the ring has a slot for it."""
+        if not self._announced or self._slots < 1:
+            return False
+        with self._turn:
+            self._slots -= 1
+        with self._stages["assemble"].measure("busy"):
+            number, plan = self._announced.popleft()
+            images = {
+                camera: self._buffers.take((*seen.shape, *self._specs[camera].shape), self._specs[camera].dtype)
+                for camera, seen in plan.seen.items()
+            }
+            size = max(1, -(-len(plan.jobs) // self._chunks))
+            parts = [plan.jobs[i : i + size] for i in range(0, len(plan.jobs), size)]
+            work = _Work(number, plan, images, len(parts))
+            self._making.put(work)
+            for part in parts:
+                self._jobs.put((work, part))
+        return True
+
+    def _look_ahead(self) -> bool:
+        """Plan or announce one more batch; False if there is no room."""
+        if len(self._announced) >= self._lookahead or self._refused or self._failure is not None:
+            return False
+        try:
+            self._plan_next()
+        except Exception as error:
+            self._failure = error
+        return True
+
+    def _plan_next(self) -> None:
+        # A GOP is decoded for all batches that share it, so these must be planned before the first of them starts.
+        while len(self._planned) < max(1, self._planner.reuse_batches):
+            with self._stages["assemble"].measure("busy"):
+                plan = self._planner.plan(self._begin)
+                self._planned.append((plan, self._pictures.expect(plan)))
+                self._begin += self._planner.global_batch
+        plan, units = self._planned[0]
+        with self._turn:
+            self._refused = True  # `done` of a batch from here on asks again
+        if not self._pictures.announce(self._number, units):
+            return
+        with self._turn:
+            self._refused = False
+        self._planned.popleft()
+        self._announced.append((self._number, plan))
+        self._number += 1
+
+    def _assemble(self) -> None:
+        try:
+            while True:
+                with self._stages["assemble"].measure("starved"):
+                    work = self._making.get()
+                if work is None or self._closing.is_set():
+                    return
+                if isinstance(work, BaseException):
+                    raise work
+                with self._stages["assemble"].measure("starved"):
+                    while not work.done.wait(timeout=1.0):
+                        if self._closing.is_set():
+                            return
+                self._deliver(work)
         except BaseException as error:
             self._ready.put(error)
 
-    def _start(self, plan: BatchPlan) -> None:
-        count = len(plan.positions)
-        images = {
-            camera: torch.empty((count, seen.shape[1], *self._shapes[camera]), dtype=torch.uint8)
-            for camera, seen in plan.seen.items()
-        }
-        size = max(1, -(-len(plan.jobs) // self._parts))
-        parts = [plan.jobs[i : i + size] for i in range(0, len(plan.jobs), size)]
-        work = _Work(plan, images, len(parts))
-        self._making.append(work)
-        for part in parts:
-            self._jobs.put((work, part))
-
     def _deliver(self, work: _Work) -> None:
-        with self._stages["assemble"].measure("starved"):
-            while not work.done.wait(timeout=1.0):
-                if self._closing.is_set():
-                    return
-        if self._closing.is_set():
-            return
         if work.error is not None:
             raise work.error
+        self._pictures.done(work.number)
+        with self._turn:
+            self._refused = False
+            self._turn.notify()
         with self._stages["assemble"].measure("busy", items=1):
-            batch = self._finish(work.plan, work.images)
+            for camera, places in work.plan.blank.items():
+                work.flat[camera][places] = 0
+            plan = self._bad_samples.replaced(work.plan, work.flat, work.bad) if work.bad else work.plan
+            batch = self._finish(plan, work.images)
         with self._stages["transform"].measure("busy", items=1):
             batch = self._transform(batch)
         self._ready.put(batch)
 
     def _decode(self) -> None:
-        stage = self._stages["decode"]
+        decode, fetch = self._stages["decode"], self._stages["fetch"]
         while True:
             begin = time.perf_counter()
             item = self._jobs.get()
             taken = time.perf_counter()
-            stage.add("starved", taken - begin)
-            if item is None:
-                break
+            decode.add("starved", taken - begin)
+            if item is None or self._closing.is_set():
+                return
             work, jobs = item
             error: BaseException | None = None
-            flat = {camera: images.numpy().reshape(-1, *images.shape[2:]) for camera, images in work.images.items()}
             for job in jobs:
                 if self._closing.is_set() or work.error is not None:
                     break
                 try:
-                    self._decode_gop(work.plan, job, flat[job.camera])
+                    self._pictures.write(work.plan, job, work.flat[job.camera])
                 except Exception as cause:
-                    error = _located(work.plan, job, self._dataset.uri, cause)
-                    break
-            stage.add("busy", time.perf_counter() - taken, sum(len(job.places) for job in jobs))
+                    error = self._failed(work, job, cause)
+                    if error is not None:
+                        break
+            waited = self._pictures.waited_s()
+            items = sum(len(job.places) for job in jobs)
+            decode.add("busy", time.perf_counter() - taken - waited, items)
+            fetch.add("busy", waited, items)
             work.part_done(error)
-        self._decoder.close()
 
-    def _decode_gop(self, plan: BatchPlan, job: GopJob, flat: NDArray[np.uint8]) -> None:
-        index = self._dataset.index
-        if index.num_far_rows(job.camera):
-            self._check_times(plan, job)
-        frames = index.object(job.key)
-        packets, pts = frames.fetch(self._dataset.store, max(job.numbers))
-        wanted = frames.pts[job.numbers].tolist()
-        self._decoder.decode(frames.codec, packets, pts, wanted, [flat[place] for place in job.places])
+    def _failed(self, work: _Work, job: GopJob, cause: Exception) -> Exception | None:
+        """The error to raise; None where bad samples are left out, which are then noted."""
+        if not self._bad_samples.skip:
+            return self._located(work.plan, job, cause)
+        for number, place in zip(job.numbers, job.places, strict=True):
+            alone = replace(job, numbers=[number], places=[place])
+            try:
+                self._pictures.write_alone(work.plan, alone, work.flat[job.camera])
+            except Exception as error:
+                index = place // work.plan.seen[job.camera].shape[1]
+                work.bad.setdefault(index, self._located(work.plan, alone, error))
+        return None
 
-    def _check_times(self, plan: BatchPlan, job: GopJob) -> None:
-        for place in job.places:
-            episode, frame = _sample(plan, job.camera, place)
-            if off_s := self._dataset.index.off_s(job.camera, episode, frame):
-                raise ValueError(
-                    f"the nearest video frame is {off_s:.6f} s off the row's timestamp (tolerance 0.0001 s)"
-                )
-
-
-def _sample(plan: BatchPlan, camera: str, place: int) -> tuple[int, int]:
-    seen = plan.seen[camera]
-    return int(plan.episodes[place // seen.shape[1]]), int(seen.reshape(-1)[place])
-
-
-def _located(plan: BatchPlan, job: GopJob, uri: str, cause: Exception) -> LoaderError:
-    where = ", ".join(
-        f"episode {episode} frame {frame}"
-        for episode, frame in dict.fromkeys(_sample(plan, job.camera, place) for place in job.places)
-    )
-    error = LoaderError(f"cannot read {where} of camera {job.camera} from {job.key} in {uri}: {cause}")
-    error.__cause__ = cause
-    return error
+    def _located(self, plan: BatchPlan, job: GopJob, cause: Exception) -> LoaderError:
+        where = ", ".join(
+            f"episode {episode} frame {frame}"
+            for episode, frame in dict.fromkeys(sample(plan, job.camera, place) for place in job.places)
+        )
+        uri = self._pictures.uri(job.dataset)
+        error = LoaderError(f"cannot read {where} of camera {job.source_camera} from {job.key} in {uri}: {cause}")
+        error.__cause__ = cause
+        return error

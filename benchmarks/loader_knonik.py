@@ -23,9 +23,9 @@ class Ours:
 
         options: dict[str, Any] = dict(spec.get("options", {}))
         if edge := options.pop("prefix_edge", None):
-            from models.gr00t_n17.images import frame_prefix
+            from models.gr00t_n17.images import FirstResize
 
-            options["prefix"] = frame_prefix(int(edge))
+            options["prefix"] = FirstResize(int(edge))
         self._dataset = knonik.open(spec["data"], cache_dir=spec["cache"])
         self._loader = knonik.Loader(
             self._dataset,

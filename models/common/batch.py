@@ -9,7 +9,8 @@ from torch import Tensor
 class Batch(Protocol):
     """A batch of B samples.
 
-    images: {camera: uint8 [B, T, H, W, 3]}, RGB.
+    images: {camera: uint8 [B, T, H, W, 3]}, RGB. In `prepare` they may be colour planes [B, T, ...] still, with
+    `height` and `width`; on the device they are RGB.
     state: {key: float32 [B, T, D]} in robot units; action: {key: float32 [B, H, D]} in robot units.
     action_is_pad: bool [B, H], True where the window runs past the end of the episode (the last action repeats).
     text: B instructions. position: int64 [B], the sample's place in the whole run; random draws are functions of it.

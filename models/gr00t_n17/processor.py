@@ -11,7 +11,7 @@ from torch import Tensor
 from models.common import draws
 from models.common.batch import Batch
 from models.gr00t_n17.config import GR00TN17Config
-from models.gr00t_n17.images import ImageSettings, ImageTransform, plan_cameras
+from models.gr00t_n17.images import FirstResize, ImageSettings, ImageTransform, plan_cameras
 from models.gr00t_n17.text import PromptBuilder, ReleasedTokenizer, Tokenizer, load_tokenizer
 
 STATISTICS = ("min", "max", "mean", "std", "q01", "q99")
@@ -178,9 +178,9 @@ class Processor:
         missing = [camera for camera in self.cameras if camera not in batch.images]
         if missing:
             raise ValueError(f"cameras {missing} are not in the batch, which has {sorted(batch.images)}")
-        first = batch.images[self.cameras[0]]
-        sizes = [(batch.images[camera].shape[2], batch.images[camera].shape[3]) for camera in self.cameras]
-        tokens = [plan.tokens for plan in plan_cameras(self.image_settings, sizes)] * first.shape[1]
+        sizes = [_frame_size(batch.images[camera]) for camera in self.cameras]
+        times = batch.images[self.cameras[0]].data.shape[1]  # [B, T, ...], of frames as of planes
+        tokens = [plan.tokens for plan in plan_cameras(self.image_settings, sizes)] * times
         input_ids, attention_mask = self.prompts.batch(batch.text, tokens, length=self.processor_config.prompt_length)
         inputs = {
             "input_ids": input_ids,
@@ -192,6 +192,11 @@ class Processor:
         if batch.action:
             inputs["action"], inputs["action_mask"] = self._action(batch)
         return inputs
+
+    def frame_prefix(self) -> FirstResize | None:
+        """What a data layer may do to frames once and keep; None where the path begins with a random step."""
+        edge = self.image_settings.shortest_image_edge
+        return FirstResize(edge) if edge else None
 
     def to_network(self, batch: Batch, augment: bool) -> dict[str, Any]:
         """The network's inputs on the batch's device: `batch.inputs` with the images of all cameras.
@@ -272,6 +277,13 @@ class Processor:
             tokenizer=load_tokenizer(values.pop("tokenizer")),
             **values,
         )
+
+
+def _frame_size(images: Any) -> tuple[int, int]:
+    """(height, width) of frames uint8 [B, T, H, W, 3], or of colour planes that say their size."""
+    if isinstance(images, Tensor):
+        return images.shape[2], images.shape[3]
+    return images.height, images.width
 
 
 def _padded(parts: Sequence[np.ndarray], batch: int, rows: int, width: int) -> Tensor:

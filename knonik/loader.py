@@ -6,7 +6,6 @@ without a loader with threads and 1.44 times with a spawned process; the bare st
 noise. At load 3 to 5, three runs gave 1.33, 1.57, 1.74 for threads and 1.46, 1.84, 1.86 for the process.
 """
 
-import hashlib
 import os
 import weakref
 from collections import deque
@@ -171,7 +170,7 @@ class Loader:
                 "prefix that makes pictures smaller, or decoded_bytes"
             )
         self._stages = {name: Stage() for name in ("fetch", "decode", "assemble", "transform")}
-        self._order = _order_digest(dataset, self._planner.horizon, shuffle)
+        self._order = self._planner.digest
         self._position = 0  # samples consumed over all epochs and ranks
         self._given: deque[Batch] = deque()  # handed out, not yet acknowledged
         self._again: deque[Batch] = deque()  # to be handed out once more after `iter`
@@ -212,7 +211,7 @@ class Loader:
         """Where to go on: plain values, the same on every rank, valid for any world size.
 
         `position` counts the samples consumed inside `epoch` over all ranks; `order` is a digest of what else the order
-        depends on (episodes in use, edge policy, shuffle).
+        depends on (anchors, edge policy, shuffle, shares of a mixture, blocks).
         """
         epoch, position = divmod(self._position, self.num_anchors)
         return {
@@ -347,9 +346,3 @@ def default_threads(local_ranks: int) -> int:
     """Decoding threads for one of `local_ranks` processes on this machine: its share of the cores less one, 1 to 8."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(_MAX_DEFAULT_THREADS, cores // local_ranks - 1))
-
-
-def _order_digest(dataset: Dataset, horizon: int, shuffle: bool) -> str:
-    digest = hashlib.sha256(dataset.episodes.ids.tobytes())
-    digest.update(f"{horizon} {shuffle}".encode())
-    return digest.hexdigest()[:16]

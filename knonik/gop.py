@@ -91,7 +91,12 @@ class ObjectIndex:
         self._sync = np.flatnonzero(table.sync)
         # A GOP presents the frames from its sync frame up to the next one. Leading pictures of an open GOP are stored
         # after the next sync packet but refer back, so they belong here; `_needs` then reaches past that sync packet.
-        self.first_frames = np.searchsorted(self.pts, table.pts[self._sync])
+        # A sync packet that is not shown begins a segment of an edit list: the frames of earlier segments come before.
+        self.first_frames = np.where(
+            table.shown[self._sync],
+            np.searchsorted(self.pts, table.pts[self._sync]),
+            np.searchsorted(np.sort(packet_of_frame), self._sync),
+        )
         self.first_frames[:1] = 0
         self._spans: tuple[list[int], list[int]] | None = None
 

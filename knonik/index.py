@@ -1,98 +1,98 @@
 """The video index of a dataset: object and frame number of every row, and the packets of every frame.
 
-It is built from container headers and the timestamp column alone and kept, a few bytes a frame, in the cache folder.
+It is made from container headers and the timestamp column alone: for the objects that are asked for at once, for the
+rest in the background. It is kept, a few bytes a frame, in the cache folder, and may be published beside the dataset.
 """
 
-import json
 import logging
-import zipfile
-import zlib
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from knonik.cache import one_builder, replacing
-from knonik.columns import load_columns
 from knonik.episodes import CameraTable, EpisodeTable
 from knonik.gop import Gop, ObjectIndex
+from knonik.index_build import IndexBuilder, index_path, latest_path, read_index
+from knonik.index_file import DAMAGE, decode_index, encode_index
+from knonik.index_rows import MATCHES
 from knonik.lerobot import Metadata
-from knonik.mp4 import CodecRecord, PacketTable, read_packets
-from knonik.stock import TOLERANCE_S, match_rows
 from knonik.store import Store
+
+if TYPE_CHECKING:
+    from knonik.dataset import Dataset
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1  # raise it when the meaning of the cached arrays changes
-_CONNECTIONS = 16  # headers are small, so latency counts and not bandwidth
-
-
-@dataclass(frozen=True, kw_only=True)
-class CameraRows:
-    """Where the rows of one camera are.
-
-    first: [E] first frame of each episode inside its object. frames: [rows] frame inside the object, or None where row
-    r of an episode simply is frame first + r. far_rows, far_s: rows whose frame is more than the stock tolerance away,
-    and by how many seconds.
-    """
-
-    first: NDArray[np.int64]
-    frames: NDArray[np.int64] | None
-    far_rows: NDArray[np.int64]
-    far_s: NDArray[np.float64]
+IMAGES_PER_GROUP = 64  # rows of a data file whose images are handled together
+_AT_ONCE = 64  # objects read while opening: about two rounds over all connections, so a thread would gain nothing
+_NAMES_SHOWN = 5
 
 
 class VideoIndex:
-    """Answers "which object and frame" and "which packets"; safe to use from many threads."""
+    """Answers "which object and frame" and "which packets"; safe to use from many threads.
 
-    def __init__(
-        self, episodes: EpisodeTable, tables: Mapping[str, PacketTable], cameras: Mapping[str, CameraRows]
-    ) -> None:
-        self.versions: Mapping[str, str] = {}
-        self._far_keys: frozenset[str] | None = None
-        self._episodes = episodes
-        self._tables = tables
-        self._cameras = cameras
+    An object's header is read when one of its rows or frames is first asked for, unless the background was faster. A
+    damaged object does not stand in the way of the others: its rows get places, and its error is raised when its
+    packets are asked for.
+    """
+
+    def __init__(self, episodes: EpisodeTable, builder: IndexBuilder) -> None:
+        self._episodes, self._builder = episodes, builder
         self._objects: dict[str, ObjectIndex] = {}
+
+    @property
+    def complete(self) -> bool:
+        """Whether no header is left to read."""
+        return self._builder.complete
+
+    @property
+    def errors(self) -> dict[str, Exception]:
+        """Objects found damaged so far."""
+        return dict(self._builder.failures)
+
+    def wait(self) -> None:
+        """Have all headers read when it returns. Damaged objects are then in `errors`.
+
+        Raises:
+            StoreError: an object cannot be read at present.
+        """
+        self._builder.wait()
+
+    def close(self) -> None:
+        """End the background work; what was read so far is kept for the next run."""
+        self._builder.close()
+
+    def dump(self) -> bytes:
+        """The index as the bytes of a file, as far as it is known."""
+        return encode_index(self._builder.stored())
 
     def locate(self, episode: int, camera: str, frame: int) -> tuple[str, int]:
         """(object key, frame number inside the object) of a row, given by episode id and row inside the episode."""
-        table, rows = self._camera(camera)
+        table = self._camera(camera)
         position = self._episodes.position(episode)
         length = int(self._episodes.length[position])
         if not 0 <= frame < length:
             raise IndexError(f"episode {episode} has frames 0..{length - 1}, frame {frame} was asked for")
-        key = table.keys[table.object[position]]
-        if rows.frames is None:
-            return key, int(rows.first[position]) + frame
-        return key, int(rows.frames[self._episodes.first_row[position] + frame])
+        (number,) = self._frames(camera, table, np.array([position]), np.array([frame])).tolist()
+        return table.keys[table.object[position]], number
 
     def locate_many(
         self, episodes: NDArray[np.int64], camera: str, frames: NDArray[np.int64]
     ) -> tuple[list[str], NDArray[np.int64]]:
         """`locate` for many rows at once: object keys and frame numbers inside them."""
-        table, rows = self._camera(camera)
+        table = self._camera(camera)
         positions = self._episodes.positions(episodes)
         if np.any((frames < 0) | (frames >= self._episodes.length[positions])):
             raise IndexError("a frame lies outside its episode")
-        inside = (
-            rows.first[positions] + frames
-            if rows.frames is None
-            else rows.frames[self._episodes.first_row[positions] + frames]
-        )
-        return [table.keys[number] for number in table.object[positions].tolist()], inside
+        keys = [table.keys[number] for number in table.object[positions].tolist()]
+        return keys, self._frames(camera, table, positions, frames)
 
     def object(self, key: str) -> ObjectIndex:
         """Frames of one video object. Made at first use; two threads may make it twice, with the same result."""
         found = self._objects.get(key)
         if found is None:
-            if key not in self._tables:
-                raise KeyError(f"{key} is no video object of this dataset")
-            found = self._objects[key] = ObjectIndex(key, self._tables[key])
+            found = self._objects[key] = ObjectIndex(key, self._builder.table(key))
         return found
 
     def gop(self, key: str, frame: int) -> Gop:
@@ -100,175 +100,148 @@ class VideoIndex:
         return self.object(key).gop(frame)
 
     def group(self, key: str, number: int) -> int:
-        """Number of the GOP that presents frame `number` of object `key`: frames with equal groups decode together."""
-        return self.object(key).gop_number(number)
+        """Number of the GOP that presents frame `number` of object `key`: frames with equal groups decode together.
+
+        Images of a data file are grouped by 64 rows. Frames of a damaged object are all in group 0.
+        """
+        if not self._builder.is_video(key):
+            return number // IMAGES_PER_GROUP
+        return self.object(key).gop_number(number) if self._usable(key) else 0
 
     def unit_span(self, key: str, group: int) -> tuple[int, int]:
-        """(offset, length) of the bytes of object `key` that any frame of GOP `group` needs."""
-        return self.object(key).span(group)
+        """(offset, length) of the bytes of object `key` that any frame of GOP `group` needs.
+
+        (0, 0) for a damaged object, whose error comes when its packets are asked for.
+        """
+        return self.object(key).span(group) if self._usable(key) else (0, 0)
 
     def version(self, key: str) -> str:
-        """Version of the object the index was made from, "" if unknown."""
-        return self.versions.get(key, "")
-
-    def has_far_rows(self, key: str) -> bool:
-        """Whether some row shown by object `key` breaks the stock tolerance."""
-        if self._far_keys is None:
-            found = set()
-            for name, rows in self._cameras.items():
-                episodes = np.searchsorted(self._episodes.first_row, rows.far_rows, side="right") - 1
-                table = self._episodes.cameras[name]
-                found |= {table.keys[number] for number in np.unique(table.object[episodes]).tolist()}
-            self._far_keys = frozenset(found)
-        return key in self._far_keys
+        """Version of an object of the dataset in its listing, "" if unknown."""
+        return self._builder.version(key)
 
     def off_s(self, camera: str, episode: int, frame: int) -> float:
         """Seconds between the row's time and its frame if that is more than the stock tolerance, else 0."""
-        _, rows = self._camera(camera)
-        row = self._episodes.first_row[self._episodes.position(episode)] + frame
-        place = int(np.searchsorted(rows.far_rows, row))
-        hit = place < len(rows.far_rows) and rows.far_rows[place] == row
-        return float(rows.far_s[place]) if hit else 0.0
+        table = self._camera(camera)
+        if table.kind == "image":
+            return 0.0
+        position = np.array([self._episodes.position(episode)])
+        self._frames(camera, table, position, np.zeros(1, np.int64))
+        return self._builder.rows[camera].off_s(int(self._episodes.first_row[position[0]]) + frame)
+
+    def has_far_rows(self, key: str) -> bool:
+        """Whether some row shown by object `key`, which was located before, breaks the stock tolerance."""
+        return self._builder.has_far_rows(key)
 
     def num_far_rows(self, camera: str) -> int:
-        """Rows of the dataset whose frame breaks the stock tolerance."""
-        return len(self._camera(camera)[1].far_rows)
+        """Rows of the dataset whose frame breaks the stock tolerance; waits until all headers are read."""
+        if self._camera(camera).kind == "image":
+            return 0
+        self._builder.wait()
+        return self._builder.rows[camera].num_far_rows
 
-    def _camera(self, camera: str) -> tuple[CameraTable, CameraRows]:
-        if camera not in self._cameras:
-            raise KeyError(f"camera {camera!r} is unknown; the dataset has {', '.join(self._cameras) or 'none'}")
-        return self._episodes.cameras[camera], self._cameras[camera]
+    def _frames(
+        self, camera: str, table: CameraTable, positions: NDArray[np.int64], frames: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        if table.kind == "image":
+            rows: NDArray[np.int64] = self._episodes.data_row[positions] + frames
+            return rows
+        known = self._builder.rows[camera]
+        unknown = known.first[positions] < 0
+        if unknown.any():
+            self._builder.need(table.keys[number] for number in np.unique(table.object[positions[unknown]]).tolist())
+        return known.frames(positions, frames)
 
+    def _usable(self, key: str) -> bool:
+        if key in self._objects:
+            return True
+        if self._builder.is_video(key):
+            self._builder.need([key])
+        return key not in self._builder.failures
 
-def load_index(store: Store, metadata: Metadata, folder: Path) -> VideoIndex:
-    """The index of a whole dataset: read from `folder` if it fits, otherwise built and put there."""
-    path = folder / "index.npz"
-    if index := _reuse(path, metadata):
-        return index
-    with one_builder(folder, "index"):
-        if index := _reuse(path, metadata):  # another process was faster
-            return index
-        tables, cameras = _build(store, metadata, folder)
-        _save(path, metadata, tables, cameras)
-    logger.info("video index built: %d objects, %d packets", len(tables), sum(map(len, tables.values())))
-    return VideoIndex(metadata.episodes, tables, cameras)
-
-
-def _reuse(path: Path, metadata: Metadata) -> VideoIndex | None:
-    if not path.exists():
-        return None
-    try:
-        index = _load(path, metadata)
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        logger.warning("index cache %s is damaged or out of date (%s); it is built again", path, error)
-        return None
-    logger.info("video index reused from %s", path)
-    return index
+    def _camera(self, camera: str) -> CameraTable:
+        if camera not in self._episodes.cameras:
+            raise KeyError(
+                f"camera {camera!r} is unknown; the dataset has {', '.join(self._episodes.cameras) or 'none'}"
+            )
+        return self._episodes.cameras[camera]
 
 
-def _build(store: Store, metadata: Metadata, folder: Path) -> tuple[dict[str, PacketTable], dict[str, CameraRows]]:
-    episodes = metadata.episodes
-    keys = sorted({key for camera in episodes.cameras.values() for key in camera.keys})
-    if not keys:
-        return {}, {}
-    with ThreadPoolExecutor(min(_CONNECTIONS, len(keys)), thread_name_prefix="knonik-index") as pool:
-        tables = dict(zip(keys, pool.map(lambda key: read_packets(store, key, metadata.sizes[key]), keys), strict=True))
-    timestamps = load_columns(store, episodes, ["timestamp"], folder)["timestamp"][:, 0]
-    cameras = {name: _camera_rows(camera, episodes, tables, timestamps) for name, camera in episodes.cameras.items()}
-    return tables, cameras
+def load_index(
+    store: Store, metadata: Metadata, folder: Path, *, background: bool = True, match: str = "time"
+) -> VideoIndex:
+    """The index of a whole dataset, from what is there: `folder`, the one published beside the dataset, or neither.
+
+    Args:
+        folder: cache folder of the dataset; its parent serves all datasets.
+        background: read the missing headers now if they are few, else in a thread. False: only when asked for, or by
+            `wait`.
+        match: `time` gives a row the frame its timestamp points at, as stock loaders do; `index` gives row k of an
+            episode the k-th frame after its first, for sets whose timestamps are a step late.
+    """
+    if match not in MATCHES:
+        raise ValueError(f"match={match!r} is not known; allowed: {', '.join(MATCHES)}")
+    builder = IndexBuilder(store, metadata, folder, match)
+    changed: list[str] = []
+    own = index_path(folder, store.uri, match)
+    if (stored := read_index(own)) is not None and stored.fingerprint == metadata.fingerprint:
+        changed = builder.adopt(stored)
+    if builder.complete:
+        logger.info("video index reused from %s", own)
+    else:
+        changed += _search(store, metadata, folder, builder, set(changed))
+    if changed:
+        names = ", ".join(sorted(set(changed))[:_NAMES_SHOWN])
+        logger.warning("%d video objects have changed since they were indexed and are read again: %s%s",
+                       len(set(changed)), names, ", ..." if len(set(changed)) > _NAMES_SHOWN else "")  # fmt: skip
+    if background and builder.num_missing <= _AT_ONCE:
+        builder.wait()
+    elif background:
+        builder.start()
+    return VideoIndex(metadata.episodes, builder)
 
 
-def _camera_rows(
-    camera: CameraTable, episodes: EpisodeTable, tables: Mapping[str, PacketTable], timestamps: NDArray[Any]
-) -> CameraRows:
-    first = np.zeros(len(episodes), np.int64)
-    frames = np.zeros(episodes.num_rows, np.int64)
-    off = np.zeros(episodes.num_rows)
-    order = np.lexsort((camera.start_s, camera.object))
-    ends = np.searchsorted(camera.object[order], np.arange(len(camera.keys)), side="right")
-    for number, key in enumerate(camera.keys):
-        members = order[ends[number - 1] if number else 0 : ends[number]]
-        times = ObjectIndex(key, tables[key]).frame_times_s
-        if not len(times):
-            raise ValueError(f"{key}: holds no video frame")
-        length = episodes.length[members]
-        row = np.repeat(episodes.first_row[members] - (np.cumsum(length) - length), length) + np.arange(length.sum())
-        matched = match_rows(key, times, camera.start_s[members], length, timestamps[row].astype(np.float64))
-        first[members], frames[row], off[row] = matched.first, matched.frames, matched.off_s
-    plain = np.repeat(first - episodes.first_row, episodes.length) + np.arange(episodes.num_rows)
-    (far,) = np.nonzero(off > TOLERANCE_S)
-    return CameraRows(
-        first=first,
-        frames=None if np.array_equal(frames, plain) else frames,
-        far_rows=far.astype(np.int64),
-        far_s=off[far],
-    )
+def _search(store: Store, metadata: Metadata, folder: Path, builder: IndexBuilder, changed: set[str]) -> list[str]:
+    """Take over what other files know: of a copy elsewhere, of the other rule, published, of an earlier state."""
+    found: list[str] = []
+    for path in sorted(folder.glob("index-*.npz")) if folder.is_dir() else []:
+        if not builder.complete and (stored := read_index(path)) is not None:
+            found += builder.adopt(stored, without=changed, other_place=stored.uri != store.uri)
+    if not builder.complete and builder.keys:
+        key = published_key(metadata.fingerprint)
+        try:
+            if store.exists(key):
+                stored = decode_index(store.read(key))
+                found += builder.adopt(stored, without=changed, other_place=stored.uri != store.uri)
+                logger.info("video index taken from %s in %s", key, store.uri)
+        except DAMAGE as error:  # StoreError is an OSError
+            logger.warning("published index %s of %s cannot be used (%s)", key, store.uri, error)
+    latest = latest_path(folder, store.uri)
+    if not builder.complete and latest.exists():
+        before = folder.parent / latest.read_text().strip()
+        if before != folder and (stored := read_index(index_path(before, store.uri, "time"))) is not None:
+            found += builder.adopt(stored, without=changed)
+    if builder.complete and builder.keys:
+        builder.save()
+        logger.info("video index reused from files of the same dataset")
+    return found
 
 
-_PACKET_FIELDS = ("offset", "size", "pts", "dts")
+def published_key(fingerprint: str) -> str:
+    """Where the index of a dataset is published beside it; not under meta/, and no part of the fingerprint."""
+    return f".knonik/index-{fingerprint}.npz"
 
 
-def _save(path: Path, metadata: Metadata, tables: Mapping[str, PacketTable], cameras: Mapping[str, CameraRows]) -> None:
-    codecs = list(dict.fromkeys(table.codec for table in tables.values()))
-    number = {codec: i for i, codec in enumerate(codecs)}
-    header = {
-        "format": _FORMAT,
-        "fingerprint": metadata.fingerprint,
-        "objects": [[key, len(table), number[table.codec]] for key, table in tables.items()],
-        "codecs": [{**asdict(codec), "extradata": codec.extradata.hex()} for codec in codecs],
-        "cameras": list(cameras),
-    }
-    arrays: dict[str, NDArray[Any]] = {"header": np.frombuffer(json.dumps(header).encode(), np.uint8)}
-    for name in _PACKET_FIELDS:
-        joined = (
-            np.concatenate([getattr(table, name) for table in tables.values()]) if tables else np.zeros(0, np.int64)
-        )
-        arrays[name] = joined if name == "size" else np.diff(joined, prepend=0)
-    # Packets usually follow each other without a gap: then nothing but the sizes is left to store.
-    arrays["offset"] = arrays["offset"] - np.append(0, arrays["size"])[: len(arrays["size"])]
-    for name in ("sync", "shown"):
-        joined = (
-            np.concatenate([getattr(table, name) for table in tables.values()]) if tables else np.zeros(0, np.bool_)
-        )
-        arrays[name] = np.packbits(joined)
-    for i, rows in enumerate(cameras.values()):
-        arrays |= {f"first{i}": rows.first, f"far_rows{i}": rows.far_rows, f"far_s{i}": rows.far_s}
-        if rows.frames is not None:
-            arrays[f"frames{i}"] = np.diff(rows.frames, prepend=0)
-    with replacing(path) as temporary, temporary.open("wb") as file:
-        np.savez_compressed(file, allow_pickle=False, **arrays)
+def publish_index(dataset: "Dataset") -> str:
+    """Write the whole index beside the dataset, for everybody who opens it from now on; returns its key.
 
-
-def _load(path: Path, metadata: Metadata) -> VideoIndex:
-    with np.load(path, allow_pickle=False) as file:
-        arrays = {name: file[name] for name in file.files}
-    header = json.loads(arrays["header"].tobytes())
-    if header["format"] != _FORMAT or header["fingerprint"] != metadata.fingerprint:
-        raise ValueError("it was written for another dataset or by another version")
-    if header["cameras"] != list(metadata.episodes.cameras):
-        raise ValueError("it lists other cameras")
-    codecs = [CodecRecord(**{**codec, "extradata": bytes.fromhex(codec["extradata"])}) for codec in header["codecs"]]
-    total = sum(count for _, count, _ in header["objects"])
-    packets: dict[str, NDArray[Any]] = {name: arrays[name] for name in _PACKET_FIELDS}
-    packets["offset"] = packets["offset"] + np.append(0, packets["size"])[: len(packets["size"])]
-    packets |= {name: np.cumsum(packets[name]) for name in ("offset", "pts", "dts")}
-    packets |= {name: np.unpackbits(arrays[name], count=total).astype(np.bool_) for name in ("sync", "shown")}
-    if any(len(values) != total for values in packets.values()):
-        raise ValueError("its arrays have different lengths")
-    tables, begin = {}, 0
-    for key, count, codec in header["objects"]:
-        part = {name: values[begin : begin + count] for name, values in packets.items()}
-        tables[key] = PacketTable(codec=codecs[codec], **part)
-        begin += count
-    cameras = {}
-    for i, name in enumerate(header["cameras"]):
-        moved = arrays.get(f"frames{i}")
-        cameras[name] = CameraRows(
-            first=arrays[f"first{i}"],
-            frames=None if moved is None else np.cumsum(moved),
-            far_rows=arrays[f"far_rows{i}"],
-            far_s=arrays[f"far_s{i}"],
-        )
-        if len(cameras[name].first) != len(metadata.episodes):
-            raise ValueError("it lists other episodes")
-    return VideoIndex(metadata.episodes, tables, cameras)
+    Raises:
+        ValueError: objects are damaged.
+        StoreError: the store cannot be written to.
+    """
+    dataset.index.wait()
+    if errors := dataset.index.errors:
+        few = "; ".join(str(errors[key]) for key in sorted(errors)[:_NAMES_SHOWN])
+        raise ValueError(f"{len(errors)} video objects cannot be used, so the index is not published: {few}")
+    key = published_key(dataset.fingerprint)
+    dataset.store.write(key, dataset.index.dump())
+    return key

@@ -3,7 +3,7 @@
 The stock loader asks for q = from_timestamp + timestamp(row) and takes the frame with the nearest pts (the first on a
 tie), which must lie within 1e-4 s. That is kept here, with one repair: `from_timestamp` is a running float sum of
 container durations and drifts, so it only serves to find the integer number of the episode's first frame, and the exact
-time of that frame replaces it.
+time of that frame replaces it. `match_rows_by_index` counts rows instead, for sets whose timestamps are off.
 """
 
 import logging
@@ -59,6 +59,23 @@ def match_rows(
     # The stock check compares in float32, where a time and its own rounding agree even hours into a file.
     off = np.abs(times[frames].astype(np.float32) - queries.astype(np.float32))
     return ObjectRows(first=first, frames=frames, off_s=off.astype(np.float64))
+
+
+def match_rows_by_index(
+    key: str, times: NDArray[np.float64], start_s: NDArray[np.float64], length: NDArray[np.int64]
+) -> ObjectRows:
+    """Give row k of an episode the k-th frame after the episode's first, whatever the rows' timestamps say.
+
+    For datasets whose timestamps are those of a step's end, so that the stock rule is one frame late everywhere.
+    Arguments are those of `match_rows`. Rows beyond the last frame get the last one, and as `off_s` the time they are
+    beyond it at the object's mean frame interval.
+    """
+    first, _ = _starts(key, times, start_s, length)
+    rows = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
+    wanted = np.repeat(first, length) + rows
+    frames = np.minimum(wanted, len(times) - 1)
+    interval = (times[-1] - times[0]) / max(1, len(times) - 1) or 1.0
+    return ObjectRows(first=first, frames=frames, off_s=(wanted - frames) * interval)
 
 
 def _starts(

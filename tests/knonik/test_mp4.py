@@ -17,9 +17,11 @@ from knonik.store import LocalStore, Store, open_store
 class CountingStore(LocalStore):
     """Adds up what is read."""
 
+    reads = 0
     read_bytes = 0
 
-    def read_range(self, key: str, offset: int, length: int) -> bytes:
+    def read_range(self, key: str, offset: int, length: int, *, version: str | None = None) -> bytes:
+        self.reads += 1
         self.read_bytes += length
         return super().read_range(key, offset, length)
 
@@ -173,9 +175,6 @@ def test_64_bit_sizes_and_offsets(tmp_path: Path) -> None:
 
 def test_refusals_name_the_file(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    _encode(tmp_path / "fragmented.mp4", "libx264", container={"movflags": "frag_keyframe+empty_moov"})
-    with pytest.raises(Mp4Error, match=r"fragmented\.mp4: fragmented MP4"):
-        read_packets(store, "fragmented.mp4")
     _encode(tmp_path / "good.mp4", "libx264")
     body = (tmp_path / "good.mp4").read_bytes()
     (tmp_path / "cut.mp4").write_bytes(body[:-100])

@@ -35,6 +35,8 @@ def open(
     episodes: Sequence[int] | None = None,
     ranges: Ranges | str | os.PathLike[str] | None = None,
     text_column: str | None = None,
+    match: str = "time",
+    background: bool = True,
 ) -> "Dataset":
     """Open a LeRobot v2.0, v2.1 or v3.0 dataset in place.
 
@@ -46,6 +48,10 @@ def open(
             does not name have none. Windows may reach beyond a range. Default: every frame.
         text_column: integer column whose values select the text of a row from the tasks, such as
             `annotation.human.action.task_description` or a name among modality.json's annotations; default task_index.
+        match: `time` gives a row the frame at its timestamp, as stock loaders do; `index` gives row k of an episode
+            the k-th frame after its first, for datasets whose timestamps are those of a step's end.
+        background: index the video files that were not indexed yet now if they are few, else in a thread; False: each
+            when it is first asked for.
 
     Raises:
         FileNotFoundError: nothing there.
@@ -57,7 +63,7 @@ def open(
     try:
         metadata = read_metadata(store)
         folder = cache_root(cache_dir) / metadata.fingerprint
-        index = load_index(store, metadata, folder)
+        index = load_index(store, metadata, folder, background=background, match=match)
         return Dataset(
             store,
             metadata,
@@ -139,6 +145,8 @@ class Dataset:
     def columns(self, keys: Sequence[str]) -> dict[str, Column]:
         """`column` for several keys, read in one pass over the data files."""
         wanted = [key for key in keys if key not in self._columns]
+        if wanted and self.index.needs_timestamps:
+            wanted.append("timestamp")  # in the same pass, or the index would read all data files once more
         if wanted:
             self._columns |= load_columns(self.store, self._all_episodes, wanted, self._folder)
         return {key: self._columns[key] for key in keys}

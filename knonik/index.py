@@ -47,6 +47,11 @@ class VideoIndex:
         return self._builder.complete
 
     @property
+    def needs_timestamps(self) -> bool:
+        """Whether the timestamp column will be read for headers that are still missing."""
+        return self._builder.needs_timestamps
+
+    @property
     def errors(self) -> dict[str, Exception]:
         """Objects found damaged so far."""
         return dict(self._builder.failures)

@@ -86,6 +86,11 @@ class IndexBuilder:
         """Whether every object was read, with success or with an entry in `failures`."""
         return len(self._done) == len(self._users)
 
+    @property
+    def needs_timestamps(self) -> bool:
+        """Whether objects are missing and the column their rows are matched by was not read yet."""
+        return self._match == "time" and self._timestamps is None and not self.complete
+
     def is_video(self, key: str) -> bool:
         """Whether the key names a video object of the dataset."""
         return key in self._users

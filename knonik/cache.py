@@ -52,10 +52,48 @@ def one_builder(folder: Path, what: str) -> Iterator[None]:
         yield
 
 
+class ArrayFile:
+    """A two-dimensional .npy file that is written in pieces, by any number of threads, without being mapped.
+
+    Pages of a writable mapping would count as the writer's memory until the system gets round to writing them back.
+    """
+
+    def __init__(self, path: Path, dtype: Any, shape: tuple[int, int]) -> None:
+        self.dtype, self.shape = np.dtype(dtype), shape
+        self._path = path
+        with path.open("wb") as file:
+            description = {"descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False, "shape": shape}
+            np.lib.format.write_array_header_1_0(file, description)
+            self._header_bytes = file.tell()
+            self._row_bytes = self.dtype.itemsize * shape[1]
+            file.truncate(self._header_bytes + self._row_bytes * shape[0])
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+
+    def write(self, first_row: int, values: NDArray[Any]) -> None:
+        """Put rows [n, D] of the array's own type at `first_row`."""
+        body = np.ascontiguousarray(values).data.cast("B")
+        place = self._header_bytes + first_row * self._row_bytes
+        try:
+            while body:
+                written = os.pwrite(self._descriptor, body, place)
+                body, place = body[written:], place + written
+        except OSError as error:
+            needed = self._row_bytes * self.shape[0]
+            raise OSError(
+                error.errno, f"cannot write {self._path}, which needs {needed} bytes in all: {error.strerror}"
+            ) from error
+
+    def close(self) -> None:
+        """Give the file back to the system."""
+        os.close(self._descriptor)
+
+
 @contextmanager
-def new_array(path: Path, dtype: Any, shape: tuple[int, int]) -> Iterator[NDArray[Any]]:
-    """A writable memory-mapped array [shape] that becomes the .npy file `path` when the block ends well."""
+def new_array(path: Path, dtype: Any, shape: tuple[int, int]) -> Iterator[ArrayFile]:
+    """An array [shape] to fill, which becomes the .npy file `path` when the block ends well."""
     with replacing(path) as temporary:
-        array: Any = np.lib.format.open_memmap(temporary, mode="w+", dtype=dtype, shape=shape)
-        yield array
-        array.flush()
+        array = ArrayFile(temporary, dtype, shape)
+        try:
+            yield array
+        finally:
+            array.close()

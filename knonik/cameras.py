@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knonik.episode_rows import EpisodeRows
-from knonik.episodes import CameraTable, DepthSpec, ObjectInfo
+from knonik.episodes import CameraTable, DepthSpec
 from knonik.meta_files import MetadataError
 from knonik.object_paths import video_paths
+from knonik.store import ObjectInfo
 
 logger = logging.getLogger(__name__)
 

@@ -1,10 +1,16 @@
 """Low-dimensional columns as memory-mapped arrays: read once from Parquet, then shared by all processes of a machine.
 
-Only the wanted columns are read, and no Python object is made per row. Arrays cover all rows of the dataset in
-episode-table order.
+Only the wanted columns are read, and no Python object is made per row. Values go to the array's file piece by piece, so
+building takes the memory of a few pieces whatever the size of the dataset. Arrays cover all rows of the dataset in
+episode-table order, and are kept apart by the versions of the data objects they were made from.
 """
 
+import hashlib
+import json
 import logging
+import os
+import shutil
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -14,17 +20,21 @@ from urllib.parse import quote
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from knonik.cache import new_array, one_builder
+from knonik.cache import ArrayFile, new_array, one_builder, replacing
 from knonik.episodes import EpisodeTable
-from knonik.lerobot import MetadataError
-from knonik.store import Store
+from knonik.meta_files import MetadataError
+from knonik.projection import open_projection
+from knonik.row_map import RowMap
+from knonik.store import ObjectInfo, Store
 
 logger = logging.getLogger(__name__)
 
-_READERS = 8  # files read at once: enough to hide a store's latency, few enough to bound memory
+_REMOTE_BYTES = 512 << 20  # of data objects read at once from a store, at most: bounds memory, hides latency
+_REMOTE_READERS = 32
+_CONNECTIONS = 16
+_RECORD = "objects.json"
 
 Column = NDArray[np.float32] | NDArray[np.int64]
 
@@ -40,23 +50,37 @@ def load_columns(store: Store, episodes: EpisodeTable, names: Sequence[str], fol
     Raises:
         MetadataError: a column is missing, empty in places, of changing length or not numeric; a file has other rows
             than the metadata says.
+        StoreError: a data object could not be read, or has changed since it was listed.
     """
-    columns = _open_all(folder, names, episodes.num_rows)
+    place = columns_folder(folder, episodes)
+    columns = _open_all(place, names, episodes.num_rows)
     if len(columns) < len(set(names)):
         with one_builder(folder, "columns"):
-            there = _open_all(folder, names, episodes.num_rows)  # another process may have been faster
+            there = _open_all(place, names, episodes.num_rows)  # another process may have been faster
             missing = [name for name in dict.fromkeys(names) if name not in there]
             if missing:
                 logger.info("reading columns %s of %d data files", ", ".join(missing), len(episodes.data_keys))
-                _build(store, episodes, missing, folder)
-        columns = _open_all(folder, names, episodes.num_rows)
+                _supersede(store, episodes, place)
+                _build(store, episodes, missing, place)
+        columns = _open_all(place, names, episodes.num_rows)
     if vanished := [name for name in names if name not in columns]:
-        raise OSError(f"column files of {vanished} vanished from {folder} right after they were written")
+        raise OSError(f"column files of {vanished} vanished from {place} right after they were written")
     return {name: columns[name] for name in names}
 
 
-def _open_all(folder: Path, names: Sequence[str], num_rows: int) -> dict[str, Column]:
-    opened = {name: _open(folder / _file_name(name), num_rows) for name in dict.fromkeys(names)}
+def columns_folder(folder: Path, episodes: EpisodeTable) -> Path:
+    """Where what is derived from the rows is kept: another folder for other versions of the data objects."""
+    versions = json.dumps([[key, info.version] for key, info in _listed(episodes).items()])
+    return folder / f"columns-{hashlib.sha256(versions.encode()).hexdigest()[:16]}"
+
+
+def _listed(episodes: EpisodeTable) -> dict[str, ObjectInfo]:
+    infos = episodes.data_info or (ObjectInfo(size=-1, version=""),) * len(episodes.data_keys)
+    return dict(zip(episodes.data_keys, infos, strict=True))
+
+
+def _open_all(place: Path, names: Sequence[str], num_rows: int) -> dict[str, Column]:
+    opened = {name: _open(place / _file_name(name), num_rows) for name in dict.fromkeys(names)}
     return {name: column for name, column in opened.items() if column is not None}
 
 
@@ -80,121 +104,93 @@ def _open(path: Path, num_rows: int) -> Column | None:
     return column
 
 
-def _build(store: Store, episodes: EpisodeTable, names: Sequence[str], folder: Path) -> None:
+def _supersede(store: Store, episodes: EpisodeTable, place: Path) -> None:
+    """Note what the arrays in `place` are made from; name what changed since an earlier build, and remove that build.
+
+    The arrays of a copy of the dataset at another address are not touched.
+    """
+    record = place / _RECORD
+    if record.exists():
+        return
+    versions = {key: info.version for key, info in _listed(episodes).items()}
+    for other in place.parent.glob(f"columns-*/{_RECORD}"):
+        try:
+            earlier = json.loads(other.read_bytes())
+            same, seen = earlier["uri"] == store.uri, dict(earlier["versions"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if same:
+            changed = sorted(key for key in versions if seen.get(key) != versions[key])
+            few = ", ".join(changed[:8]) + (f" and {len(changed) - 8} more" if len(changed) > 8 else "")
+            logger.warning("data objects changed since their columns were read: %s; columns are built again", few)
+            shutil.rmtree(other.parent, ignore_errors=True)  # who has them mapped keeps them
+    with replacing(record) as temporary:
+        temporary.write_text(json.dumps({"uri": store.uri, "versions": versions}))
+
+
+def _build(store: Store, episodes: EpisodeTable, names: Sequence[str], place: Path) -> None:
     by_file = np.argsort(episodes.data_object, kind="stable")
     ends = np.searchsorted(episodes.data_object[by_file], np.arange(len(episodes.data_keys)), side="right")
     starts = np.append(0, ends[:-1])
-    targets: dict[str, NDArray[Any]] = {}
+    listed = _listed(episodes)
+    targets: dict[str, ArrayFile] = {}
 
     def fill(number: int) -> None:
         key, members = episodes.data_keys[number], by_file[starts[number] : ends[number]]
-        values = _read_file(store, key, names, optional="episode_index")
-        rows = _member_rows(episodes, members, key, values)
+        rows = RowMap(episodes, members, key)
+        info = listed[key] if listed[key].size >= 0 else ObjectInfo(size=store.size(key), version="")
+        try:
+            with open_projection(store, key, info, names, ("episode_index",), ranges) as projection:
+                rows.check_count(projection.num_rows)
+                begin = 0
+                for values in projection.batches():
+                    put(key, rows, begin, values)
+                    begin += len(next(iter(values.values())))
+        except MetadataError as error:
+            raise MetadataError(f"{error} [{rows.describe()}]") from error
+
+    def put(key: str, rows: RowMap, begin: int, values: dict[str, NDArray[Any]]) -> None:
+        if "episode_index" in values:
+            rows.check_ids(begin, values["episode_index"][:, 0])
         for name in names:
             part = values[name]
             if name not in targets:  # only in the first file, which is read alone
                 shape = (episodes.num_rows, part.shape[1])
-                targets[name] = stack.enter_context(new_array(folder / _file_name(name), part.dtype, shape))
+                targets[name] = stack.enter_context(new_array(place / _file_name(name), part.dtype, shape))
             target = targets[name]
-            if part.shape[1] != target.shape[1] or part.dtype != target.dtype:
+            if (part.dtype, part.shape[1]) != (target.dtype, target.shape[1]):
                 raise MetadataError(
                     f"{key}: column {name} is {part.dtype} [{part.shape[1]}], in {episodes.data_keys[0]} it is "
                     f"{target.dtype} [{target.shape[1]}]"
                 )
-            for position, source in zip(members, rows, strict=True):
-                begin = episodes.first_row[position]
-                target[begin : begin + episodes.length[position]] = part[source]
+            for source, first_row in rows.pieces(begin, len(part)):
+                target.write(first_row, part[source])
 
-    # Files fill disjoint rows, so they are read side by side; the results stay in the mapped files and not in memory.
+    # Files fill disjoint rows, so they are read side by side; the results stay in the files and not in memory.
     with ExitStack() as stack:
+        ranges = stack.enter_context(ThreadPoolExecutor(_CONNECTIONS, thread_name_prefix="knonik-ranges"))
         fill(0)
-        pool = stack.enter_context(ThreadPoolExecutor(_READERS, thread_name_prefix="knonik-columns"))
-        for _ in pool.map(fill, range(1, len(episodes.data_keys))):
+        readers = _readers(store, listed)
+        pool = stack.enter_context(ThreadPoolExecutor(readers, thread_name_prefix="knonik-columns"))
+        lost = threading.Event()
+
+        def guarded(number: int) -> None:
+            if lost.is_set():  # another file failed: nothing of this build will be used
+                return
+            try:
+                fill(number)
+            except BaseException:
+                lost.set()
+                raise
+
+        for _ in pool.map(guarded, range(1, len(episodes.data_keys))):
             pass
+    pa.default_memory_pool().release_unused()
 
 
-def _member_rows(
-    episodes: EpisodeTable, members: NDArray[np.int64], key: str, values: dict[str, NDArray[Any]]
-) -> list[slice]:
-    """Row ranges of the file's episodes, checked against the file's own row count and episode ids."""
-    count = len(next(iter(values.values())))
-    expected = int((episodes.data_row[members] + episodes.length[members]).max())
-    if count != expected:
-        ids = episodes.ids[members]
-        raise MetadataError(
-            f"{key}: has {count} rows, the metadata of episodes {ids.min()}..{ids.max()} says {expected}"
-        )
-    rows = [slice(int(episodes.data_row[i]), int(episodes.data_row[i] + episodes.length[i])) for i in members]
-    stored = values.get("episode_index")
-    if stored is not None:
-        for position, source in zip(members, rows, strict=True):
-            if np.any(stored[source] != episodes.ids[position]):
-                found = np.unique(stored[source])[:4].tolist()
-                raise MetadataError(
-                    f"{key}: rows {source.start}..{source.stop - 1} should be episode {episodes.ids[position]}, "
-                    f"their episode_index is {found}"
-                )
-    return rows
-
-
-def _read_file(store: Store, key: str, names: Sequence[str], optional: str) -> dict[str, NDArray[Any]]:
-    path = store.local_path(key)
-    try:
-        with pq.ParquetFile(path if path is not None else store.open(key)) as file:
-            present = set(file.schema_arrow.names)
-            absent = [name for name in names if name not in present]
-            if absent:
-                raise MetadataError(f"{key}: column {absent[0]} is missing; it has {', '.join(sorted(present))}")
-            # One thread: builders of several ranks or data files share the machine.
-            table = file.read(
-                columns=[name for name in dict.fromkeys([*names, optional]) if name in present], use_threads=False
-            )
-    except (pa.ArrowException, OSError) as error:
-        raise MetadataError(
-            f"{key}: not a readable Parquet file ({error}); recording may have been cut off before its footer"
-        ) from error
-    return {name: _to_numpy(table.column(name), key, name) for name in table.column_names}
-
-
-def _to_numpy(chunked: Any, key: str, name: str) -> NDArray[Any]:
-    """[rows, D] array of a column of numbers or of (nested) lists of constant length."""
-    parts = [_flatten(chunk, key, name) for chunk in chunked.chunks if len(chunk)]
-    if not parts:
-        raise MetadataError(f"{key}: column {name} has no rows")
-    widths = {part.shape[1] for part in parts}
-    if len(widths) > 1:
-        raise MetadataError(f"{key}: column {name} has values of different lengths, {sorted(widths)}")
-    return np.concatenate(parts) if len(parts) > 1 else parts[0]
-
-
-def _flatten(array: Any, key: str, name: str) -> NDArray[Any]:
-    rows = len(array)
-    while True:
-        if isinstance(array, pa.ExtensionArray):
-            array = array.storage
-        if array.null_count:
-            raise MetadataError(f"{key}: column {name} has {array.null_count} empty values")
-        kind = array.type
-        if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-            lengths = np.diff(array.offsets.to_numpy())
-            if len(lengths) and lengths.min() != lengths.max():
-                raise MetadataError(
-                    f"{key}: column {name} has values of different lengths, {lengths.min()} to {lengths.max()}"
-                )
-            array = array.flatten()
-        elif pa.types.is_fixed_size_list(kind):
-            array = array.flatten()
-        else:
-            break
-    if pa.types.is_boolean(kind):
-        numbers = array.cast(pa.int8()).to_numpy(zero_copy_only=False).astype(np.int64)
-    elif pa.types.is_integer(kind):
-        numbers = array.to_numpy(zero_copy_only=False).astype(np.int64)
-    elif pa.types.is_floating(kind):
-        numbers = array.to_numpy(zero_copy_only=False).astype(np.float32)
-    else:
-        raise MetadataError(f"{key}: column {name} holds {kind}; only numbers, booleans and lists of them can be used")
-    if not numbers.size:
-        raise MetadataError(f"{key}: column {name} has values without elements")
-    values: NDArray[Any] = numbers.reshape(rows, -1)
-    return values
+def _readers(store: Store, listed: dict[str, ObjectInfo]) -> int:
+    """Files to read at once: as many as compute locally; from a store as many as memory allows to hide its latency."""
+    if store.is_local:
+        return min(8, os.cpu_count() or 1)
+    mean_bytes = max(1, sum(max(0, info.size) for info in listed.values()) // len(listed))
+    return int(np.clip(_REMOTE_BYTES // mean_bytes, 2, _REMOTE_READERS))

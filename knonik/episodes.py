@@ -7,13 +7,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ObjectInfo:
-    """Size of an object in bytes, and its version: equal versions have equal bytes; "" where it is not known."""
-
-    size: int
-    version: str
+from knonik.store import ObjectInfo
 
 
 @dataclass(frozen=True, kw_only=True)

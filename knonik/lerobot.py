@@ -13,11 +13,11 @@ import numpy as np
 
 from knonik.cameras import camera_tables, distinct
 from knonik.episode_rows import EpisodeRows, episode_columns, is_episode_file, rows_v2, rows_v3
-from knonik.episodes import EpisodeTable, ObjectInfo
+from knonik.episodes import EpisodeTable
 from knonik.meta_files import MetadataError, entry, json_lines, json_object, parquet_table, read_in_order
 from knonik.modality import MODALITY_FILE, Modality, parse_modality
 from knonik.object_paths import data_paths
-from knonik.store import Store
+from knonik.store import ObjectInfo, Store
 
 __all__ = ["VERSIONS", "Metadata", "MetadataError", "read_metadata"]
 
@@ -100,8 +100,7 @@ _FILES = (_INFO, "meta/episodes.jsonl", "meta/tasks.jsonl", "meta/tasks.parquet"
 
 
 def _listing(store: Store, folder: str) -> dict[str, ObjectInfo]:
-    sizes = store.sizes(folder)
-    return {key: ObjectInfo(size=size, version="") for key, size in sizes.items() if _OWN_FOLDER not in key.split("/")}
+    return {key: found for key, found in store.objects(folder).items() if _OWN_FOLDER not in key.split("/")}
 
 
 def _features(info: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knonik.cache import replacing
-from knonik.columns import Column
+from knonik.columns import Column, columns_folder
 from knonik.episodes import EpisodeTable
 
 logger = logging.getLogger(__name__)
@@ -45,9 +45,9 @@ def column_statistics(column: Column, episodes: EpisodeTable) -> Statistics:
 
 
 def cached_statistics(key: str, column: Column, episodes: EpisodeTable, folder: Path) -> Statistics:
-    """`column_statistics`, kept as JSON under `folder` by the set of episode ids and the column's name."""
+    """`column_statistics`, kept as JSON beside the column under `folder`, by the episode ids and the column's name."""
     subset = hashlib.sha256(episodes.ids.astype("<i8").tobytes()).hexdigest()[:16]
-    path = folder / f"statistics-{quote(key, safe='')}-{subset}.json"
+    path = columns_folder(folder, episodes) / f"statistics-{quote(key, safe='')}-{subset}.json"
     if path.exists():
         try:
             stored = json.loads(path.read_bytes())

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from knonik.columns import load_columns
+from knonik.columns import columns_folder, load_columns
 from knonik.episodes import EpisodeTable
 from knonik.lerobot import MetadataError, read_metadata
 from knonik.store import open_store
@@ -83,11 +83,12 @@ def test_built_once_and_again_when_damaged(tmp_path: Path, caplog: pytest.LogCap
     np.testing.assert_array_equal(load_columns(store, _table(), ["list"], cache)["list"][:, 0], EXPECTED)
     for name in ("a", "b"):
         (tmp_path / f"{name}.away").rename(tmp_path / f"data/{name}.parquet")
-    file = cache / "list.npy"
+    place = columns_folder(cache, _table())
+    file = place / "list.npy"
     file.write_bytes(file.read_bytes()[:-20])
     np.testing.assert_array_equal(load_columns(store, _table(), ["list"], cache)["list"][:, 0], EXPECTED)
     assert "damaged" in caplog.text
-    assert [path.name for path in cache.glob("[!.]*")] == ["list.npy"]
+    assert sorted(path.name for path in place.iterdir()) == ["list.npy", "objects.json"]
 
 
 def test_of_several_at_once_one_builds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -98,7 +99,8 @@ def test_of_several_at_once_one_builds(tmp_path: Path, caplog: pytest.LogCapture
         for job in jobs:
             np.testing.assert_array_equal(job.result()["list"][:, 0], EXPECTED)
     assert caplog.text.count("reading columns") == 1
-    assert sorted(path.name for path in (tmp_path / "cache").glob("[!.]*")) == ["flag.npy", "list.npy"]
+    place = columns_folder(tmp_path / "cache", _table())
+    assert sorted(path.name for path in place.iterdir()) == ["flag.npy", "list.npy", "objects.json"]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +116,7 @@ def test_unusable_columns_are_named(tmp_path: Path, name: str, message: str) -> 
     cache = tmp_path / "cache"
     with pytest.raises(MetadataError, match=message):
         load_columns(open_store(_write(tmp_path)), _table(), ["list", name], cache)
-    assert not list(cache.glob("[!.]*"))
+    assert not list(cache.rglob("*.npy*"))
 
 
 def test_files_that_contradict_the_metadata_are_named(tmp_path: Path) -> None:

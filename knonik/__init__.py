@@ -7,14 +7,17 @@ if TYPE_CHECKING:
     from knonik.datamodule import DataModule
     from knonik.dataset import Dataset, open
     from knonik.loader import Loader
+    from knonik.mixture import Mixture, Part
 
-__all__ = ["Batch", "DataModule", "Dataset", "Loader", "open"]
+__all__ = ["Batch", "DataModule", "Dataset", "Loader", "Mixture", "Part", "open"]
 
 _HOME = {
     "Batch": "knonik.batch",
     "DataModule": "knonik.datamodule",
     "Dataset": "knonik.dataset",
     "Loader": "knonik.loader",
+    "Mixture": "knonik.mixture",
+    "Part": "knonik.mixture",
     "open": "knonik.dataset",
 }
 

@@ -13,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knonik.dataset import Dataset
+from knonik.episodes import EpisodeTable
 from knonik.stock import TOLERANCE_S
+from knonik.store import Store
 
 _LONG_GOP = 16  # frames; from here on a random frame costs several times a sequential one
 _NUMERIC = ("float", "int", "uint", "bool")
@@ -40,8 +42,8 @@ def check_dataset(dataset: Dataset, columns: Sequence[str] | None = None) -> Fin
     table = dataset.episodes
     found.facts["rows"] = f"{len(dataset):,} in {len(table):,} episodes, {dataset.version}, {dataset.fps:g} fps"
     _info(dataset, found)
-    broken = _data_files(dataset, found)
-    if not broken:
+    found.problems.extend(data_file_problems(dataset.store, dataset.episodes))
+    if not found.problems:
         _columns(dataset, columns, found)
         _texts(dataset, found)
     dataset.index.wait()
@@ -61,23 +63,20 @@ def _info(dataset: Dataset, found: Findings) -> None:
         found.warnings.append(f"{short} episodes have fewer than 2 rows")
 
 
-def _data_files(dataset: Dataset, found: Findings) -> list[str]:
-    """Parquet files without their end: a recorder that was stopped leaves such."""
-    sizes = dataset.store.sizes("data")
+def data_file_problems(store: Store, episodes: EpisodeTable) -> list[str]:
+    """Parquet files without their end, as a recorder leaves them that was stopped; one short read a file."""
+    sizes = store.sizes("data")
     broken = []
-    for key in dataset.episodes.data_keys:
+    for number, key in enumerate(episodes.data_keys):
         size = sizes.get(key, 0)
-        tail = dataset.store.read_range(key, size - 8, 8) if size >= 12 else b""
+        tail = store.read_range(key, size - 8, 8) if size >= 12 else b""
         if tail[-4:] != b"PAR1" or int.from_bytes(tail[:4], "little") > size - 12:
-            broken.append(key)
-    if broken:
-        hit = np.isin(dataset.episodes.data_object, [dataset.episodes.data_keys.index(key) for key in broken])
-        episodes = dataset.episodes.ids[hit].tolist()
-        found.problems.append(
-            f"{_few(broken)}: no Parquet footer, the recording was cut off; episodes {_few(episodes)} cannot be read, "
-            "leave them out with episodes="
-        )
-    return broken
+            broken.append(number)
+    return [
+        f"{episodes.data_keys[number]}: no Parquet footer, the recording was cut off; episodes "
+        f"{_few(episodes.ids[episodes.data_object == number].tolist())} cannot be read"
+        for number in broken
+    ]
 
 
 def _columns(dataset: Dataset, columns: Sequence[str] | None, found: Findings) -> None:
@@ -203,8 +202,8 @@ def _videos(dataset: Dataset, camera: str, found: Findings) -> None:
 
 def _told_codec(feature: dict[str, Any]) -> str | None:
     info = feature.get("info") or feature.get("video_info") or {}
-    told = info.get("video.codec")
-    return {"libsvtav1": "av1", "libx264": "h264", "avc": "h264", "h265": "hevc"}.get(told, told)
+    told = str(info.get("video.codec") or "")
+    return {"libsvtav1": "av1", "libx264": "h264", "avc": "h264", "h265": "hevc"}.get(told, told) or None
 
 
 def _episode_of(dataset: Dataset, rows: NDArray[np.int64]) -> NDArray[np.int64]:

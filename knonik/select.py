@@ -132,18 +132,14 @@ def split_episodes(episodes: EpisodeTable, validation: float, seed: int = 0) -> 
     if not held_out:
         raise ValueError(
             f"validation={validation} holds out none of {len(places)} episodes with seed {seed}; the smallest share "
-            f"that holds out one is {_rounded_up(min(places.values()))}"
+            f"that holds out one is {(int(min(places.values()) * 1e4) + 1) / 1e4}"
         )
     if not kept:
         raise ValueError(
-            f"validation={validation} leaves none of {len(places)} episodes to train on with seed {seed}; give less "
-            f"than {max(places.values()):.4f}"
+            f"validation={validation} leaves none of {len(places)} episodes to train on with seed {seed}; the "
+            f"greatest share that leaves one is {int(max(places.values()) * 1e4) / 1e4}"
         )
     return kept, held_out
-
-
-def _rounded_up(share: float) -> float:
-    return min(1.0, float(np.ceil(share * 1e4 + 1e-9)) / 1e4)
 
 
 def digest_arrays(digest: Any, *arrays: NDArray[np.int64]) -> None:

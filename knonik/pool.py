@@ -115,8 +115,9 @@ class Pool:
         return len(self._waiting)
 
     def announce(self, number: int, pieces: Sequence[Piece]) -> None:
-        """A batch to decide on later; batches come in order."""
-        self._waiting.append(_Batch(number, tuple({piece.unit: piece for piece in pieces}.values())))
+        """A batch to decide on later; batches come in order, their pieces in any."""
+        found = {piece.unit: piece for piece in pieces}.values()
+        self._waiting.append(_Batch(number, tuple(sorted(found, key=lambda piece: (piece.key, piece.offset)))))
 
     def decide(self, *, force: bool = False, elsewhere: Callable[[Piece], bool] | None = None) -> Decision | None:
         """What happens for the next batch.
@@ -173,7 +174,7 @@ class Pool:
         if taken + sum(part.cost for part in ranges) <= self.limit_bytes:
             return ranges, []
         fitting, passed = [], []
-        for piece in missing:  # without gaps, in the order given, as far as it goes
+        for piece in missing:  # without gaps, as far as it goes
             if taken + piece.length <= self.limit_bytes:
                 taken += piece.length
                 fitting.append(piece)

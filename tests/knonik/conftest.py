@@ -1,11 +1,13 @@
 """Generated datasets for tests that need no real data."""
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from knonik.store import LocalStore
 from knonik.write import EpisodeData, write_lerobot
 
 MakeSet = Callable[..., Path]
@@ -57,3 +59,42 @@ def make_set(tmp_path_factory: pytest.TempPathFactory) -> MakeSet:
         return made[name]
 
     return make
+
+
+class RemoteStore(LocalStore):
+    """A folder that passes for a distant store: notes every range read, can hold reads up and let them fail.
+
+    gate: cleared, reads that have begun wait. begun: one release for each read that has begun. broken: (key, byte) that
+    cannot be read.
+    """
+
+    is_local = False
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.ranges: list[tuple[str, int, int]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.begun = threading.Semaphore(0)
+        self.broken: set[tuple[str, int]] = set()
+        self.error: type[OSError] = OSError
+
+    def read_range(self, key: str, offset: int, length: int, *, version: str | None = None) -> bytes:
+        assert version, "a read that would not notice that the object has changed"
+        self.ranges.append((key, offset, length))
+        self.begun.release()
+        self.gate.wait()
+        if any(key == name and offset <= byte < offset + length for name, byte in self.broken):
+            raise self.error(f"cannot read {key} bytes {offset}-{offset + length - 1}: out of order")
+        return super().read_range(key, offset, length, version=version)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all range reads."""
+        return sum(length for _, _, length in self.ranges)
+
+
+@pytest.fixture
+def remote_store() -> type[RemoteStore]:
+    """The class, for tests that put it in the place of a dataset's store."""
+    return RemoteStore

@@ -121,7 +121,7 @@ class Fill:
         self._wanted: dict[Extent, None] = {}  # in the order of need
         self._taken: set[Extent] = set()  # being read, or given up
         self._rest: Iterator[Extent] = iter(())
-        self._full = False
+        self._full = self._winding_up = False
         self._failures = 0
         self._gets = self._get_bytes = self._in_flight = self._most_in_flight = 0
         self._total = sum(info.size for info in self._objects.values())
@@ -140,7 +140,7 @@ class Fill:
     def hold_back(self, yes: bool) -> None:
         """While True, requests for the batches at hand have the connections, and one thread goes on filling."""
         with self._lock:
-            if yes and not self._closing.is_set():
+            if yes and not self._winding_up:
                 self._free.clear()
             else:
                 self._free.set()
@@ -160,9 +160,8 @@ class Fill:
 
     def close(self) -> None:
         """End the threads; a read under way is finished first. Safe to call twice."""
-        with self._lock:
-            self._closing.set()
-            self._free.set()
+        self._closing.set()
+        self._wind_up()
         self._leader.join()
 
     def _lead(self) -> None:
@@ -211,6 +210,7 @@ class Fill:
         for thread in others:
             thread.start()
         self._bring(0, _Report(begun, there, self._total))
+        self._wind_up()
         for thread in others:
             thread.join()
         there = self._residency.bytes_there()
@@ -221,6 +221,11 @@ class Fill:
             time.monotonic() - begun,
             ": its bound is reached" if self._full else "",
         )
+
+    def _wind_up(self) -> None:
+        with self._lock:
+            self._winding_up = True
+            self._free.set()
 
     def _bring(self, number: int, report: "_Report | None" = None) -> None:
         while not self._closing.is_set() and not self._full:

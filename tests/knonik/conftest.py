@@ -62,7 +62,7 @@ def make_set(tmp_path_factory: pytest.TempPathFactory) -> MakeSet:
 
 
 class RemoteStore(LocalStore):
-    """A folder that passes for a distant store: notes every range read, can hold reads up and let them fail.
+    """A folder that passes for a distant store: notes every range read and its thread, can hold reads up and let them fail.
 
     gate: cleared, reads that have begun wait. begun: one release for each read that has begun. broken: (key, byte) that
     cannot be read.
@@ -73,6 +73,7 @@ class RemoteStore(LocalStore):
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self.ranges: list[tuple[str, int, int]] = []
+        self.readers: list[str] = []
         self.gate = threading.Event()
         self.gate.set()
         self.begun = threading.Semaphore(0)
@@ -82,6 +83,7 @@ class RemoteStore(LocalStore):
     def read_range(self, key: str, offset: int, length: int, *, version: str | None = None) -> bytes:
         assert version, "a read that would not notice that the object has changed"
         self.ranges.append((key, offset, length))
+        self.readers.append(threading.current_thread().name)
         self.begun.release()
         self.gate.wait()
         if any(key == name and offset <= byte < offset + length for name, byte in self.broken):

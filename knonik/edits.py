@@ -21,7 +21,7 @@ def without_edits(samples: Samples, codec: CodecRecord, delay: int = 0) -> Packe
         offset=samples.offset,
         size=samples.size,
         pts=samples.composed + delay,
-        dts=samples.dts - _lead(samples) + delay,
+        dts=samples.dts - lead(samples) + delay,
         sync=samples.sync,
         shown=np.ones(len(samples), np.bool_),
     )
@@ -61,15 +61,15 @@ def with_edits(samples: Samples, edits: Sequence[Edit], codec: CodecRecord, key:
             first = members[int(np.argmax(inside))]
             shift = clock - int(samples.dts[first])
             packets.append(members)
-            pts.append(composed + shift + _lead(samples))
-            dts.append(samples.dts[members] + shift)
+            pts.append(composed + shift)
+            dts.append(samples.dts[members] + shift - lead(samples))
             # A sync packet that is not shown is of no use but as the begin of the segment.
             sync.append(samples.sync[members] & (inside | (members == members[0])))
             shown.append(inside)
         clock += segment.duration
     if not packets:
         raise Mp4Error(f"{key}: its edit list shows none of its {len(samples)} packets")
-    late = min(int(times[seen].min()) for times, seen in zip(pts, shown, strict=True)) - leading
+    late = max(0, _earliest(np.concatenate([times[seen] for times, seen in zip(pts, shown, strict=True)])) - leading)
     for before, after, seen, then in zip(pts, pts[1:], shown, shown[1:], strict=False):
         if before[seen].max() >= after[then].min():
             raise Mp4Error(f"{key}: segments of its edit list overlap in time; remux the file, packets can be copied")
@@ -78,11 +78,24 @@ def with_edits(samples: Samples, edits: Sequence[Edit], codec: CodecRecord, key:
         codec=codec,
         offset=samples.offset[chosen],
         size=samples.size[chosen],
-        pts=np.concatenate(pts) - max(0, late),
-        dts=np.concatenate(dts) - max(0, late),
+        pts=np.concatenate(pts) - late,
+        dts=np.concatenate(dts) - late,
         sync=np.concatenate(sync),
         shown=np.concatenate(shown),
     )
+
+
+def _earliest(pts: NDArray[np.int64]) -> int:
+    """Time that is taken for the first shown frame's, of packets in decode order.
+
+    The smallest, but a negative one only counts when nothing comes after it: so do container readers.
+    """
+    if pts.min() >= 0:
+        return int(pts.min())
+    earliest = -1
+    for time in pts.tolist():
+        earliest = time if earliest < 0 else min(earliest, time)
+    return earliest
 
 
 def _split(edits: Sequence[Edit], key: str) -> tuple[int, list[Edit]]:
@@ -112,6 +125,6 @@ def _members(samples: Samples, segment: Edit) -> NDArray[np.int64]:
     return np.arange(begin, stop)
 
 
-def _lead(samples: Samples) -> int:
+def lead(samples: Samples) -> int:
     """Negative composition offsets: decode times move down so that no packet is decoded after its presentation."""
     return max(0, -int((samples.composed - samples.dts).min())) if len(samples) else 0

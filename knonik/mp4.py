@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from knonik.boxes import FileBytes, Mp4Error, box_header
-from knonik.edits import offset_of, with_edits, without_edits
+from knonik.edits import lead, offset_of, with_edits, without_edits
 from knonik.fragments import read_fragments
 from knonik.store import Store
 from knonik.tracks import CodecRecord, PacketTable, parse_track
@@ -92,7 +92,8 @@ def _parse(file: FileBytes, find: Callable[[], Moov]) -> PacketTable:
         track = parse_track(file.get(moov.begin, moov.end)[moov.header :], file.key)
         if track.defaults is not None:
             samples = read_fragments(file, moov.end, track)
-            table = without_edits(samples, track.codec, offset_of(track.edits, file.key))
+            # Readers take the decode times of fragments as they are, and move the frames' times behind them.
+            table = without_edits(samples, track.codec, offset_of(track.edits, file.key) + lead(samples))
         elif track.edits:
             table = with_edits(track.samples, track.edits, track.codec, file.key)
         else:

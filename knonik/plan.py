@@ -227,12 +227,13 @@ class Planner:
     def _samples(self, begin: int) -> tuple[Int64Array, ...]:
         """Positions, parts, episodes and frames of a batch, [B] each, cut from a block resolved at once.
 
-        Permuting 32 positions costs as much as permuting 1000, so batches to come are resolved along.
+        Permuting 32 positions costs as much as permuting 1000, so batches to come are resolved along; of a tiny set not
+        more than two epochs, each of which has its own permutation.
         """
         size = len(self._share)
         number, off = divmod(begin - self._block_begin, self.global_batch)
         if off or not 0 <= number * size < len(self._block[0]):
-            batches = max(1, _BLOCK_SAMPLES // size)
+            batches = max(1, min(_BLOCK_SAMPLES // size, 2 * self.num_anchors // self.global_batch))
             starts = begin + self.global_batch * np.arange(batches, dtype=np.int64)
             positions = (starts[:, None] + self._share).reshape(-1)
             self._block, self._block_begin, number = (positions, *self.samples(positions)), begin, 0

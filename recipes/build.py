@@ -3,8 +3,9 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from recipes.check_data import size
 from recipes.parse import nearest
 from recipes.schema import Recipe
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:  # importing these takes seconds; `show` and configuration err
     from models.gr00t_n17.module import GR00TN17Module
     from models.gr00t_n17.network import GR00TN17
     from models.gr00t_n17.processor import Processor
+
+
+SPLIT_SEED = 0  # which episodes are held out depends on their ids alone, also between runs of different seeds
 
 
 def model_config(recipe: Recipe) -> "GR00TN17Config":
@@ -51,8 +55,18 @@ def build_dataset(recipe: Recipe) -> "Dataset":
     """Open the dataset where it lies; builds its index when there is none yet."""
     import knonik
 
-    episodes = list(recipe.data.episodes) if recipe.data.episodes is not None else None
-    return knonik.open(recipe.data.uri, cache_dir=recipe.data.cache.dir, episodes=episodes)
+    return knonik.open(
+        recipe.data.uri,
+        cache_dir=recipe.data.cache.dir,
+        episodes=list(recipe.data.episodes) if recipe.data.episodes is not None else None,
+        ranges=recipe.data.ranges,
+        match=recipe.data.match,
+    )
+
+
+def training_part(recipe: Recipe, dataset: "Dataset") -> "Dataset":
+    """The dataset without the episodes that `data.validation` keeps out; a view that ends with the dataset."""
+    return dataset.split(recipe.data.validation, SPLIT_SEED)[0] if recipe.data.validation else dataset
 
 
 def cameras(recipe: Recipe, dataset: "Dataset") -> tuple[str, ...]:
@@ -151,10 +165,30 @@ def build_datamodule(recipe: Recipe, dataset: "Dataset", processor: "Processor",
         state=recipe.data.state,
         action=recipe.data.action,
         decode_threads=recipe.data.decode_threads,
-        ring_batches=recipe.data.ring_batches,
+        **loader_options(recipe, processor),
         transform=processor.prepare,
         device_transform=lambda batch: processor.to_network(batch, augment=True),
     )
+
+
+def loader_options(recipe: Recipe, processor: "Processor") -> dict[str, Any]:
+    """How the loader fetches, orders, keeps and hands over; a key the recipe leaves to the data layer is not there."""
+    decoded = size(recipe, "decoded")
+    options = {
+        "ring_batches": recipe.data.ring_batches,
+        "transport": recipe.data.transport,
+        "order": recipe.data.order,
+        "block_window": recipe.data.block_window,
+        "ram_bytes": size(recipe, "ram"),
+        "disk_bytes": size(recipe, "disk"),
+        "decoded_bytes": decoded,
+        # Only worth its time on the CPU when its result is kept: the device does the same for a whole batch at once.
+        "prefix": processor.frame_prefix() if decoded else None,
+        "on_bad_sample": recipe.data.on_bad_sample,
+        "max_bad_share": recipe.data.max_bad_share,
+    }
+    usual = {"transport": "rgb24", "order": "exact", "decoded_bytes": 0, "ram_bytes": 1 << 30, "on_bad_sample": "raise"}
+    return {key: value for key, value in options.items() if value is not None and usual.get(key) != value}
 
 
 def load_trained(network: "GR00TN17", checkpoint: Path) -> None:

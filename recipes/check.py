@@ -10,6 +10,7 @@ import os
 import re
 from pathlib import Path
 
+from recipes.check_data import data_problems
 from recipes.check_dataset import dataset_problems
 from recipes.load import RecipeError, examine, find
 from recipes.parse import misfits, nearest
@@ -55,6 +56,7 @@ def check(recipe: Recipe, *, world_size: int, told: list[str] | None = None) -> 
         told: problems already reported; a key named there is not reported again.
     """
     problems = [*_values(recipe), *_batch(recipe, world_size), *_model(recipe), *_run_folder(recipe)]
+    problems += data_problems(recipe)
     problems += dataset_problems(recipe)
     reported = {line.split(":", 1)[0] for line in told or []}
     return [line for line in problems if line.split(":", 1)[0] not in reported]
@@ -69,7 +71,6 @@ def _values(recipe: Recipe) -> list[str]:
         "trainer.log_every_n_steps": recipe.trainer.log_every_n_steps,
         "checkpoint.every_n_steps": recipe.checkpoint.every_n_steps,
         "data.horizon": recipe.data.horizon,
-        "data.ring_batches": recipe.data.ring_batches,
         "model.flow_draws": recipe.model.flow_draws,
         "optimizer.lr": recipe.optimizer.lr,
         "optimizer.eps": recipe.optimizer.eps,
@@ -81,6 +82,8 @@ def _values(recipe: Recipe) -> list[str]:
         positive["data.generate.layouts"] = recipe.data.generate.layouts
     for key, optional in (
         ("data.decode_threads", recipe.data.decode_threads),
+        ("data.ring_batches", recipe.data.ring_batches),
+        ("data.block_window", recipe.data.block_window),
         ("run.torch_threads", recipe.run.torch_threads),
         ("data.batch_size", recipe.data.batch_size),
         ("data.global_batch_size", recipe.data.global_batch_size),

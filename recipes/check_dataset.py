@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from recipes.check_data import size
 from recipes.parse import nearest
 from recipes.schema import Recipe
 
@@ -22,7 +24,7 @@ def dataset_problems(recipe: Recipe) -> list[str]:
     import knonik
 
     try:
-        dataset = knonik.open(recipe.data.uri, cache_dir=recipe.data.cache.dir)
+        dataset = knonik.open(recipe.data.uri, cache_dir=recipe.data.cache.dir, match=recipe.data.match)
     except (OSError, ValueError) as error:
         return [*problems, f"data.uri: {error}"]
     with dataset:
@@ -33,7 +35,7 @@ def dataset_problems(recipe: Recipe) -> list[str]:
         ]
         if not dataset.cameras:
             problems.append(f"data.uri: {recipe.data.uri} has no camera; a policy needs at least one video feature")
-        problems += _episodes(recipe, dataset)
+        problems += _episodes(recipe, dataset) or _anchors(recipe, dataset)
         for section, keys, limit in (
             ("state", recipe.data.state, "max_state_dim"),
             ("action", recipe.data.action, "max_action_dim"),
@@ -71,6 +73,54 @@ def _episodes(recipe: Recipe, dataset: Any) -> list[str]:
         return [
             f"data.horizon: a chunk of {recipe.data.horizon} steps fits into no episode, the longest has {longest} "
             f"rows; give at most {longest}, or data.edge=repeat"
+        ]
+    return []
+
+
+def _anchors(recipe: Recipe, dataset: Any) -> list[str]:
+    """Frame ranges, the held-out share, and whether what is left fits the bound of the decoded frames."""
+    from recipes.build import training_part
+
+    if recipe.data.episodes is not None:
+        dataset = dataset.subset(list(recipe.data.episodes))
+    if recipe.data.ranges is not None and Path(recipe.data.ranges).is_file():
+        try:
+            dataset = dataset.subset(ranges=recipe.data.ranges)
+        except (ValueError, KeyError) as error:
+            return [f"data.ranges: {error.args[0]}"]
+    if not 0 <= recipe.data.validation < 1:
+        return []
+    try:
+        dataset = training_part(recipe, dataset)
+    except ValueError as error:
+        return [f"data.validation: {error}"]
+    try:
+        dataset.anchors(recipe.data.horizon if recipe.data.edge == "inside" else 1)
+    except ValueError as error:
+        return [f"data.ranges: {error}; give other ranges, episodes or data.horizon"]
+    return _decoded(recipe, dataset)
+
+
+def _decoded(recipe: Recipe, dataset: Any) -> list[str]:
+    from models.gr00t_n17.images import FirstResize
+    from models.gr00t_n17.processor import ProcessorConfig
+
+    try:
+        limit = size(recipe, "decoded")
+        edge = ProcessorConfig(**recipe.model.processor).shortest_image_edge
+    except (TypeError, ValueError):
+        return []  # reported where it belongs
+    if not limit:
+        return []
+    needed = 0
+    for camera in recipe.data.cameras or dataset.cameras:
+        if camera in dataset.cameras:
+            frame = dataset.image_shape(camera)
+            needed += len(dataset) * 3 * math.prod(FirstResize(edge).shape(*frame) if edge else frame)
+    if needed > limit:
+        return [
+            f"data.cache.decoded: {recipe.data.cache.decoded} is too small for the frames of {len(dataset):,} rows; "
+            f"give at least {-(-needed // 10**6)}MB, or 0 to keep none"
         ]
     return []
 

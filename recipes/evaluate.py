@@ -4,7 +4,14 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipes.build import build_dataset, build_network, build_processor, load_trained, with_local_weights
+from recipes.build import (
+    build_dataset,
+    build_network,
+    build_processor,
+    load_trained,
+    training_part,
+    with_local_weights,
+)
 from recipes.load import from_dict
 from recipes.run_folder import RunFolder
 from recipes.schema import Recipe
@@ -89,7 +96,7 @@ def evaluate_run(run: Path) -> dict[str, Any]:
         raise ValueError(f"{run}: its recipe has no `evaluation` section, so there is no world to act in")
     recipe = with_local_weights(recipe)
     dataset = build_dataset(recipe)
-    processor = build_processor(recipe, dataset)
+    processor = build_processor(recipe, training_part(recipe, dataset))
     network = build_network(recipe)
     load_trained(network, checkpoint[0])
     result = {"step": checkpoint[1], **closed_loop(recipe, network, processor)}

@@ -95,7 +95,9 @@ def _convert(kind: Any, value: Any, problems: list[str], path: str) -> Any:
         options = [option for option in get_args(kind) if option is not type(None)]
         if value is None:
             return None
-        return _convert(options[0], value, problems, path)
+        # `int | str`: the one the value already is, else the last one reports it
+        fitting = (option for option in options[:-1] if isinstance(option, type) and type(value) is option)
+        return _convert(next(fitting, options[-1]), value, problems, path)
     if dataclasses.is_dataclass(kind):
         return parse(typing.cast(Any, kind), value, problems, path)
     if origin is Literal:

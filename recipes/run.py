@@ -3,7 +3,7 @@
 import logging
 import signal
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from callbacks.data_wait import DataWait
+from callbacks.gauges import Gauges
 from callbacks.memory import Memory
 from callbacks.metrics import Metrics
 from callbacks.mfu import Mfu
@@ -22,6 +23,7 @@ from callbacks.progress import Progress
 from callbacks.run_record import RunRecord
 from callbacks.step_clock import StepClock
 from callbacks.throughput import Throughput
+from callbacks.window import Meter
 from recipes.checkpoint_io import AtomicCheckpointIO
 from recipes.load import to_dict
 from recipes.ranks import is_first, ranks_per_node, world_size
@@ -49,10 +51,18 @@ class Run:
         clock: the run's clock, started with the program.
         samples_per_epoch: size of the dataset in samples; 0 when it has no end.
         resumable: write checkpoints, and save and stop on SIGTERM, SIGUSR1 or Ctrl-C.
+        gauges: reads what the loader reports about itself, logged with the other metrics.
     """
 
     def __init__(
-        self, recipe: Recipe, folder: RunFolder, clock: StepClock, *, samples_per_epoch: int, resumable: bool = True
+        self,
+        recipe: Recipe,
+        folder: RunFolder,
+        clock: StepClock,
+        *,
+        samples_per_epoch: int,
+        resumable: bool = True,
+        gauges: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         # device lists and advertisements at every start; warnings still come through
         for name in ("lightning.pytorch", "lightning.fabric"):
@@ -71,7 +81,8 @@ class Run:
         device = self.trainer.strategy.root_device
         self.mfu = Mfu(device, recipe.precision, recipe.metrics.peak_tflops)
         self.memory = Memory(device)
-        self.metrics = Metrics(clock, [self.data_wait, self.throughput, self.mfu, self.memory], self.record)
+        meters: list[Meter] = [self.data_wait, self.throughput, self.mfu, self.memory, Gauges(gauges)]
+        self.metrics = Metrics(clock, meters, self.record)
         # the clock stops before anything else runs; a signal is acted upon after the checkpoint that may be due
         callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         callbacks[:0] = [clock, self.metrics, Progress(self.metrics)]

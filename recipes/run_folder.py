@@ -32,6 +32,7 @@ FREE_KEYS = (
     "data.cache",
     "data.decode_threads",
     "data.ring_batches",
+    "data.transport",  # the same values by another way
     "data.batch_size",
     "data.global_batch_size",
     "checkpoint",

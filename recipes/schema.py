@@ -25,10 +25,18 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """What the data layer may keep on local disk."""
+    """What the data layer may keep in memory and on local disk. Sizes are bytes or text such as 4GB or 512MiB."""
 
     dir: str | None = None
-    """Folder of indexes and mapped columns; null means $KNONIK_CACHE, else the user's cache folder."""
+    """Folder of indexes, mapped columns and the caches; null means $KNONIK_CACHE, else the user's cache folder."""
+    ram: int | str = "1GiB"
+    """Compressed packets in memory, per rank, of a dataset that is not on this machine."""
+    disk: int | str | None = None
+    """Compressed packets on local disk, shared by the ranks of a machine and by later runs, of a dataset that is not on
+    this machine. null takes what the dataset needs, at most half of the free space; 0 keeps none."""
+    decoded: int | str = 0
+    """Decoded frames on local disk, after the model's first resize, from which later epochs are served: for datasets
+    that fit. 0 keeps none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +71,27 @@ class DataConfig:
     """At the episode's end: repeat the last step (LeRobot), or no anchor whose chunk would leave it (GR00T)."""
     episodes: tuple[int, ...] | None = None
     """Episode ids to use; null means all."""
+    ranges: str | None = None
+    """JSON file {"episode id": [[start, stop], ...]} of the frames that may be anchors; null means all."""
+    validation: float = 0.0
+    """Share of the episodes kept out of training, drawn by their ids alone: a growing dataset keeps its split."""
+    match: Literal["time", "index"] = "time"
+    """Frame of a row: the nearest to its timestamp, as the stock loader does it, or row k has frame k."""
+    transport: Literal["rgb24", "yuv420p"] = "rgb24"
+    """How frames travel to the device: as RGB, or as colour planes of half the size that give the same RGB there."""
+    order: Literal["exact", "blocks"] = "exact"
+    """Every epoch a permutation of all samples; or of groups of pictures, each decoded once, for videos with few key
+    frames, where samples mix over `block_window`."""
+    block_window: int | None = None
+    """Samples over which `order: blocks` spreads those of a group; null means 1024."""
+    on_bad_sample: Literal["raise", "skip"] = "raise"
+    """A sample that cannot be read stops the run, or is replaced by its neighbour, counted and listed."""
+    max_bad_share: float | None = None
+    """Share of an epoch that `on_bad_sample: skip` may replace before the run stops; null means 0.01."""
     decode_threads: int | None = None
     """Decoder threads per rank; null means the rank's share of the cores, less one."""
-    ring_batches: int = 3
-    """Decoded batches kept ready, at most."""
+    ring_batches: int | None = None
+    """Decoded batches kept ready, at most; null means what 256 MB hold, 3 to 16."""
     cache: CacheConfig = field(default_factory=CacheConfig)
     generate: GenerateConfig | None = None
 

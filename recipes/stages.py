@@ -106,12 +106,20 @@ def train_grounding(recipe: Recipe, started_at: float) -> dict[str, Any]:
     """
     from callbacks.step_clock import StepClock
     from models.gr00t_n17.weights import save_weights
-    from recipes.build import build_dataset, build_network, build_processor, cameras, optimizer, schedule
+    from recipes.build import (
+        build_dataset,
+        build_network,
+        build_processor,
+        cameras,
+        optimizer,
+        schedule,
+        training_part,
+    )
     from recipes.run import Run
     from recipes.tabletop.grounding import GroundingSettings, build_grounding
 
     dataset = build_dataset(recipe)
-    processor = build_processor(recipe, dataset)
+    processor = build_processor(recipe, training_part(recipe, dataset))
     network = build_network(recipe)
     assert recipe.data.batch_size is not None, "`check` has seen to it"
     settings = GroundingSettings(

@@ -17,6 +17,7 @@ from recipes.build import (
     build_module,
     build_network,
     build_processor,
+    training_part,
     with_local_weights,
 )
 from recipes.check import batch_size_per_rank
@@ -58,14 +59,15 @@ def train(recipe: Recipe, started_at: float) -> tuple[dict[str, Any] | None, int
     started = with_local_weights(with_first_stage(recipe, started_at))
     if missing:
         started_at = time.perf_counter()  # the stages before are not this run's start-up
-    with build_dataset(recipe) as dataset:
-        return _train_policy(started, recipe, folder, dataset, started_at)
+    with build_dataset(recipe) as whole:
+        return _train_policy(started, recipe, folder, whole, started_at)
 
 
 def _train_policy(
-    started: Recipe, recipe: Recipe, folder: RunFolder, dataset: "Dataset", started_at: float
+    started: Recipe, recipe: Recipe, folder: RunFolder, whole: "Dataset", started_at: float
 ) -> tuple[dict[str, Any] | None, int]:
     """Train on an opened dataset; `started` is the recipe with the weights it starts from named by their files."""
+    dataset = training_part(recipe, whole)
     processor = build_processor(started, dataset)
     network = build_network(started)
     untrained: dict[str, Any] = {}
@@ -78,11 +80,19 @@ def _train_policy(
                 folder.path / UNTRAINED_FILE,
                 lambda: {"success_rate_untrained": closed_loop(recipe, network, processor)["success_rate"]},
             )
-    anchors = len(dataset.order(seed=recipe.seed, epoch=0, horizon=recipe.data.horizon if _inside(recipe) else 1))
-    run = Run(recipe, folder, StepClock(started_at), samples_per_epoch=anchors)
-    if is_first():
-        run.record.write_environment({"fingerprint": dataset.fingerprint, "world_size": world_size()})
+    anchors = len(dataset.anchors(recipe.data.horizon if _inside(recipe) else 1))
     data = build_datamodule(recipe, dataset, processor, batch_size_per_rank(recipe, world_size()))
+    run = Run(
+        recipe,
+        folder,
+        StepClock(started_at),
+        samples_per_epoch=anchors,
+        gauges=lambda: data.loader.gauges() if data.loader is not None else {},
+    )
+    if is_first():
+        held_out = sorted(set(whole.episodes.ids.tolist()) - set(dataset.episodes.ids.tolist()))
+        facts = {"fingerprint": dataset.fingerprint, "world_size": world_size(), "episodes_held_out": held_out}
+        run.record.write_environment(facts)
     run.fit(build_module(recipe, network), datamodule=data)
     if run.stopped_by is not None:
         return None, 128 + run.stopped_by

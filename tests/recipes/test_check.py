@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from recipes.check import check, checked
+from recipes.check_data import size
 from recipes.load import RecipeError, load
 from recipes.run_folder import RunFolder
 
@@ -72,6 +73,29 @@ def test_everything_wrong_is_told_at_once(dataset: Path, tmp_path: Path, monkeyp
     assert len(lines) == 6
 
 
+def test_what_only_two_keys_together_show(dataset: Path, tmp_path: Path) -> None:
+    both = tiny(dataset, tmp_path, "data.cache.decoded=1GB", "data.transport=yuv420p")
+    assert report("gr00t_n17/finetune", *both) == [
+        "data.transport: yuv420p does not go with data.cache.decoded, which keeps resized RGB frames; give rgb24, or "
+        "data.cache.decoded=0"
+    ]
+    ranges = tmp_path / "ranges.json"
+    for held, expected in (
+        ({"1": [[0, 40]]}, "data.ranges: ranges file"),
+        ({"9": [[0, 4]]}, "data.ranges: episode"),
+        ({"0": [[0, 2]]}, "data.ranges: no anchor steps: 2 episodes"),
+    ):
+        ranges.write_text(json.dumps(held))
+        (line,) = report("gr00t_n17/finetune", *tiny(dataset, tmp_path, f"data.ranges={ranges}"))
+        assert line.startswith(expected)
+
+
+def test_sizes_may_be_numbers_or_text(dataset: Path, tmp_path: Path) -> None:
+    sizes = ("data.cache.ram=0", "data.cache.disk=4GB", "data.cache.decoded=2000000", "data.order=blocks")
+    recipe = checked("gr00t_n17/finetune", list(tiny(dataset, tmp_path, *sizes, "data.block_window=256")))
+    assert [size(recipe, name) for name in ("ram", "disk", "decoded")] == [0, 4 * 10**9, 2_000_000]
+
+
 def test_a_missing_dataset_is_named(tmp_path: Path) -> None:
     lines = report("gr00t_n17/finetune", *tiny(tmp_path / "nowhere", tmp_path))
     assert len(lines) == 1
@@ -116,6 +140,18 @@ def test_one_batch_key_only(dataset: Path, tmp_path: Path) -> None:
         ("data.state=[observation.images.front]", "holds video, not numbers; those are observation.state, action"),
         ("data.episodes=[0]", "of 16 steps fits into no episode, the longest has 9 rows; give at most 9, or data.edge"),
         ("precision=bf16-true", "precision: 'bf16-true' is not one of"),
+        ("data.cache.ram=lots", "data.cache.ram: 'lots' is not a size; give bytes, or a number with kB, MB, GB"),
+        ("data.cache.disk=-1", "data.cache.disk: -1 is not a size"),
+        ("data.cache.disk=[]", "data.cache.disk: expected str, got list []"),
+        ("data.cache.decoded=1kB", "data.cache.decoded: 1kB is too small for the frames of 33 rows; give at least 1MB"),
+        ("data.transport=yuv", "data.transport: 'yuv' is not one of 'rgb24', 'yuv420p'"),
+        ("data.block_window=512", "data.block_window: has no effect with data.order=exact; give data.order=blocks"),
+        ("data.max_bad_share=0.1", "data.max_bad_share: has no effect with data.on_bad_sample=raise"),
+        ("data.validation=1.0", "data.validation: 1.0 is not in [0, 1)"),
+        ("data.validation=0.0001", "data.validation: validation=0.0001 holds out none of 2 episodes"),
+        ("data.ranges=/nowhere.json", "data.ranges: /nowhere.json is no file"),
+        ("data.match=place", "data.match: 'place' is not one of 'time', 'index'"),
+        ("data.ring_batches=0", "data.ring_batches: 0 is not positive"),
     ],
 )
 def test_each_problem_names_its_key(dataset: Path, tmp_path: Path, override: str, expected: str) -> None:

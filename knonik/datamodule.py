@@ -9,23 +9,25 @@ import torch
 from knonik.batch import Batch
 from knonik.dataset import Dataset
 from knonik.loader import Loader, Transform, default_threads
+from knonik.mixture import Mixture
+from knonik.parts import FramePrefix
 from knonik.plan import Offsets
 
 DeviceTransform = Callable[[Batch], dict[str, torch.Tensor]]
 
 
 class DataModule(pl.LightningDataModule):
-    """Feeds a Trainer from one dataset; a resumed run goes on with the very next sample.
+    """Feeds a Trainer from a dataset or a mixture; a resumed run goes on with the very next sample.
 
     Lightning fetches a batch ahead, so a batch counts as trained only when it reaches the device for its step
     (`on_after_batch_transfer`). That position is saved by rank 0, means the same to every rank and holds for any number
     of ranks; with the same global batch (batch_size * ranks) the batches are the same too.
 
     Args:
-        dataset: an opened dataset.
-        batch_size, seed, windows, edge, cameras, state, action, decode_threads, ring_batches, transform: as for
-            `Loader`; batch_size is that of one rank.
-        device_transform: makes the training step's input from a batch on its device; None passes the batch itself.
+        dataset: an opened dataset or a mixture.
+        device_transform: makes the training step's input from a batch on its device, whose images are rgb whatever the
+            transport; None passes the batch itself.
+        others: as for `Loader`; batch_size is that of one rank.
 
     Raises:
         ValueError: while fitting, a checkpoint of another dataset, seed or order.
@@ -33,7 +35,7 @@ class DataModule(pl.LightningDataModule):
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Dataset | Mixture,
         *,
         batch_size: int,
         seed: int = 0,
@@ -43,7 +45,19 @@ class DataModule(pl.LightningDataModule):
         state: Sequence[str] = ("observation.state",),
         action: Sequence[str] = ("action",),
         decode_threads: int | None = None,
-        ring_batches: int = 3,
+        ring_batches: int | None = None,
+        order: str = "exact",
+        block_window: int = 1024,
+        lanes: int = 8,
+        transport: str = "rgb24",
+        ram_bytes: int = 1 << 30,
+        disk_bytes: int | None = None,
+        connections: int = 32,
+        prefix: FramePrefix | None = None,
+        decoded_bytes: int = 0,
+        hold_bytes: int = 4 << 30,
+        on_bad_sample: str = "raise",
+        max_bad_share: float = 0.01,
         transform: Transform | None = None,
         device_transform: DeviceTransform | None = None,
     ) -> None:
@@ -59,12 +73,25 @@ class DataModule(pl.LightningDataModule):
             "state": state,
             "action": action,
             "ring_batches": ring_batches,
+            "order": order,
+            "block_window": block_window,
+            "lanes": lanes,
+            "transport": transport,
+            "ram_bytes": ram_bytes,
+            "disk_bytes": disk_bytes,
+            "connections": connections,
+            "prefix": prefix,
+            "decoded_bytes": decoded_bytes,
+            "hold_bytes": hold_bytes,
+            "on_bad_sample": on_bad_sample,
+            "max_bad_share": max_bad_share,
             "transform": transform,
         }
         self._decode_threads = decode_threads
         self._device_transform = device_transform
         self._saved: dict[str, Any] | None = None
         self._stages: dict[str, dict[str, float]] = {}
+        self._gauges: dict[str, float] = {}
 
     def setup(self, stage: str) -> None:
         """A new fit starts at the first sample, unless a checkpoint is loaded after this."""
@@ -105,6 +132,7 @@ class DataModule(pl.LightningDataModule):
             return batch
         if self.loader is not None and self.trainer is not None and self.trainer.training:
             self.loader.acknowledge(batch)
+        batch = batch.rgb()
         return batch if self._device_transform is None else self._device_transform(batch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -121,6 +149,10 @@ class DataModule(pl.LightningDataModule):
         """Stage statistics of the loader in use, or of the last one; see `Loader.stages`."""
         return self.loader.stages() if self.loader is not None else self._stages
 
+    def gauges(self) -> dict[str, float]:
+        """Gauges of the loader in use, or of the last one; see `Loader.gauges`."""
+        return self.loader.gauges() if self.loader is not None else self._gauges
+
     def teardown(self, stage: str) -> None:
         """Stop the loader; the last position stays readable in `state_dict`."""
         self._saved = self.state_dict()
@@ -128,6 +160,6 @@ class DataModule(pl.LightningDataModule):
 
     def _close(self) -> None:
         if self.loader is not None:
-            self._stages = self.loader.stages()
+            self._stages, self._gauges = self.loader.stages(), self.loader.gauges()
             self.loader.close()
             self.loader = None

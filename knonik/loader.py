@@ -23,7 +23,8 @@ from knonik.colour import Planes
 from knonik.dataset import Dataset
 from knonik.gather import Gather
 from knonik.hold import Hold
-from knonik.parts import Cameras, FramePrefix, Part, PictureSpec, check_decoded, open_parts, picture_specs
+from knonik.mixture import Mixture, Part
+from knonik.parts import Cameras, FramePrefix, OpenPart, PictureSpec, check_decoded, open_parts, picture_specs
 from knonik.pictures import Pictures
 from knonik.pipeline import LoaderError, Pipeline
 from knonik.plan import BatchPlan, Offsets, Planner
@@ -46,7 +47,7 @@ class Loader:
     and the beginning of the next. A batch handed out is the receiver's: the loader never writes into it again.
 
     Args:
-        source: an opened dataset.
+        source: an opened dataset or a mixture of several.
         batch_size: samples per rank.
         seed: chooses the order.
         windows: feature or camera key to step offsets from the anchor; default [0] each.
@@ -61,6 +62,9 @@ class Loader:
             least 3 and at most 16: small batches need more of them to even out an uneven machine.
         shuffle: False gives the stored order.
         pin_memory: make each batch in page-locked memory, for asynchronous copies to a GPU.
+        order: `exact`: a permutation of all samples. `blocks`: for long GOPs, each decoded once; see `knonik.blocks`.
+        block_window, lanes: with `blocks`, samples over which those of a GOP are spread at least, and the number of
+            lanes, which the world size should divide.
         transport: `rgb24`: images are uint8 [B, T, H, W, 3]. `yuv420p`: they are `Planes`, half the bytes, which
             `Batch.rgb` turns into the same rgb on any device.
         ram_bytes: bound of the compressed packets in memory, for datasets that are not local.
@@ -82,7 +86,7 @@ class Loader:
 
     def __init__(
         self,
-        source: Dataset,
+        source: Dataset | Mixture,
         *,
         batch_size: int,
         seed: int = 0,
@@ -98,6 +102,9 @@ class Loader:
         ring_batches: int | None = None,
         shuffle: bool = True,
         pin_memory: bool = False,
+        order: str = "exact",
+        block_window: int = 1024,
+        lanes: int = 8,
         transport: str = "rgb24",
         ram_bytes: int = 1 << 30,
         disk_bytes: int | None = None,
@@ -108,8 +115,8 @@ class Loader:
         on_bad_sample: str = "raise",
         max_bad_share: float = 0.01,
     ) -> None:
-        dataset = source
-        cameras = list(dataset.cameras if cameras is None else cameras)
+        mixture = source if isinstance(source, Mixture) else Mixture([Part(dataset=source)])
+        cameras = list(mixture.cameras if cameras is None else cameras)
         windows = dict(windows or {})
         used = (*cameras, *state, *action)
         if unknown := sorted(windows.keys() - set(used)):
@@ -131,7 +138,7 @@ class Loader:
             if value is not None and value < least:
                 raise ValueError(f"{name}={value} is not allowed; give {least} or more")
         self._planner = Planner(
-            dataset,
+            source,
             batch_size=batch_size,
             seed=seed,
             windows=windows,
@@ -140,10 +147,16 @@ class Loader:
             rank=rank,
             world_size=world_size,
             shuffle=shuffle,
+            order=order,
+            block_window=block_window,
+            lanes=lanes,
         )
-        self._dataset, self._seed = dataset, seed
-        self._gather = Gather(dataset, windows=windows, state=state, action=action)
-        self._parts: list[tuple[Dataset, Cameras]] = [(dataset, {camera: camera for camera in cameras})]
+        self._source, self._seed = source, seed
+        self._gather = Gather(source, windows=windows, state=state, action=action)
+        self._parts: list[tuple[Dataset, Cameras]] = [
+            (part.dataset, {name: key for name in cameras if (key := part.camera(name)) is not None})
+            for part in mixture.parts
+        ]
         self._specs = picture_specs(self._parts, transport=transport, prefix=prefix)
         if decoded_bytes:
             check_decoded(self._parts, self._specs, decoded_bytes)
@@ -162,12 +175,13 @@ class Loader:
             max(_RING_BYTES // max(1, batch_bytes), *_RING_BATCHES[:1]), _RING_BATCHES[1]
         )
         self._holds = self._planner.reuse_batches > 1 and not decoded_bytes
-        held = (self._planner.reuse_batches + self._ring_batches) * batch_bytes
+        # Samples that wait for their turn, and those of the batches decoded just now.
+        held = (self._planner.held_samples + 2 * batch_size) * batch_bytes // batch_size
         if self._holds and held > hold_bytes:
             raise ValueError(
-                f"hold_bytes={hold_bytes} is too small: samples of a GOP are spread over {self._planner.reuse_batches} "
-                f"batches, whose pictures take up to {held} bytes; give at least that, a smaller block_window, a "
-                "prefix that makes pictures smaller, or decoded_bytes"
+                f"hold_bytes={hold_bytes} is too small: with block_window={block_window} the pictures of "
+                f"{self._planner.held_samples} samples wait for their turn, up to {held} bytes; give at least that, a "
+                "smaller block_window, a prefix that makes pictures smaller, or decoded_bytes"
             )
         self._stages = {name: Stage() for name in ("fetch", "decode", "assemble", "transform")}
         self._order = self._planner.digest
@@ -215,7 +229,7 @@ class Loader:
         """
         epoch, position = divmod(self._position, self.num_anchors)
         return {
-            "fingerprint": self._dataset.fingerprint,
+            "fingerprint": self._source.fingerprint,
             "order": self._order,
             "seed": self._seed,
             "epoch": epoch,
@@ -307,7 +321,7 @@ class Loader:
             self._finalizer = weakref.finalize(self, self._pipeline.close)
         return self._pipeline
 
-    def _pictures(self, parts: Sequence[Part]) -> Pictures:
+    def _pictures(self, parts: Sequence[OpenPart]) -> Pictures:
         prefixed = [camera for camera, spec in self._specs.items() if spec.prefixed]
         return Pictures(parts, prefix=self._prefix, prefixed=prefixed, hold=Hold() if self._holds else None)
 

@@ -86,7 +86,7 @@ class PictureSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class OpenPart:
     """One dataset of the source; readers and kept pictures go by the names cameras have in the batch."""
 
     dataset: Dataset
@@ -128,7 +128,7 @@ def picture_specs(
 
 def _picture_spec(dataset: Dataset, key: str, transport: str, prefix: FramePrefix | None) -> PictureSpec:
     reader = frame_reader(dataset, key, packets=_NoPackets(), transport=transport)
-    spec = PictureSpec(frame=reader.spec, size=dataset.image_shape(key), colour=getattr(reader, "colour", None))
+    spec = PictureSpec(frame=reader.spec, size=dataset.image_shape(key), colour=reader.colour)
     reader.close()
     if prefix is None or spec.frame.dtype != np.uint8 or spec.frame.shape[-1:] != (3,):
         return spec
@@ -170,9 +170,9 @@ def open_parts(
     disk_bytes: int | None,
     decoded_limit: int,
     connections: int,
-) -> list[Part]:
+) -> list[OpenPart]:
     """Start the packet sources and make the readers. The RAM pool and the connections are shared out evenly."""
-    opened: list[Part] = []
+    opened: list[OpenPart] = []
     decoder = GopDecoder()
     try:
         for dataset, cameras in parts:
@@ -189,7 +189,7 @@ def open_parts(
                 for camera, key in cameras.items()
             }
             decoded = _decoded(dataset, cameras, specs, transport, prefix, decoded_limit) if decoded_limit else {}
-            opened.append(Part(dataset=dataset, source=source, readers=readers, decoded=decoded))
+            opened.append(OpenPart(dataset=dataset, source=source, readers=readers, decoded=decoded))
     except BaseException:
         for part in opened:
             part.close()

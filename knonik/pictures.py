@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from knonik.dataset import Dataset
 from knonik.decoded import DecodedFrames
 from knonik.hold import Hold
-from knonik.parts import FramePrefix, Part
+from knonik.parts import FramePrefix, OpenPart
 from knonik.plan import BatchPlan, GopJob
 from knonik.stock import TOLERANCE_S
 
@@ -26,7 +26,7 @@ class Pictures:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[OpenPart],
         *,
         prefix: FramePrefix | None = None,
         prefixed: Sequence[str] = (),

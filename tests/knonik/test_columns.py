@@ -1,6 +1,8 @@
 """Columns become arrays in episode order, whatever the Parquet layout, once for all processes."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ import pytest
 from knonik.columns import columns_folder, load_columns
 from knonik.episodes import EpisodeTable
 from knonik.lerobot import MetadataError, read_metadata
-from knonik.store import open_store
+from knonik.statistics import cached_statistics
+from knonik.store import ObjectChanged, open_store
 
 LENGTH = np.array([3, 2, 4])
 
@@ -133,6 +136,44 @@ def test_files_that_contradict_the_metadata_are_named(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(MetadataError, match=r"data/a\.parquet: not a readable Parquet file"):
         load_columns(store, _table(), ["fixed"], tmp_path / "cache")
+
+
+def test_changed_objects_are_named_and_their_columns_read_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, cache = open_store(_write(tmp_path)), tmp_path / "cache"
+
+    def table() -> EpisodeTable:
+        found = store.objects("data")
+        return replace(_table(), data_info=tuple(found[key] for key in _table().data_keys))
+
+    before = load_columns(store, table(), ["list", "flag"], cache)
+    column_statistics = cached_statistics("list", before["list"], table(), cache)
+    path = tmp_path / "data/b.parquet"
+    old = path.stat()
+    content = pq.read_table(path)
+    content = content.set_column(content.column_names.index("list"), "list", pa.array([[1.0, 2.0]] * 7))
+    pq.write_table(content, path, row_group_size=2)
+    os.utime(path, ns=(old.st_atime_ns, old.st_mtime_ns + 1))
+    after = load_columns(store, table(), ["list"], cache)["list"]
+    assert after[:, 0].tolist() == [1, 1, 1, 600, 601, 1, 1, 1, 1]
+    assert "data objects changed since their columns were read: data/b.parquet;" in caplog.text
+    assert cached_statistics("list", after, table(), cache)["max"].tolist() != column_statistics["max"].tolist()
+    np.testing.assert_array_equal(before["list"][:, 0], EXPECTED)  # who has the old ones mapped keeps them
+    assert [path.parent.name for path in cache.rglob("list.npy")] == [columns_folder(cache, table()).name]
+    # A table that was listed before the change asks for bytes that are gone.
+    stale = replace(table(), data_info=tuple(replace(info, version="1-2") for info in table().data_info))
+    with pytest.raises(ObjectChanged, match=r"data/a\.parquet"):
+        load_columns(store, stale, ["list"], cache)
+
+
+def test_a_broken_file_is_named_with_its_episodes(tmp_path: Path) -> None:
+    store = open_store(_write(tmp_path))
+    path = tmp_path / "data/b.parquet"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(MetadataError, match=r"data/b\.parquet: not a readable.*it holds 2 episodes of 4\.\.9"):
+        load_columns(store, _table(), ["list"], tmp_path / "cache")
+    assert not list((tmp_path / "cache").rglob("*.npy*"))
 
 
 def test_real_rows_are_the_parquet_rows(shared_data: Path, tmp_path: Path) -> None:

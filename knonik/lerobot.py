@@ -127,7 +127,9 @@ def _table(
     data_keys, data_object = distinct(paths)
     data_row = np.zeros(len(ids), np.int64)
     if not per_episode:
-        start_row = rows.ints("dataset_from_index")
+        # Without the column, files hold episodes in the order of their ids, which the rows' own ids must confirm.
+        listed = "dataset_from_index" in rows.columns
+        start_row = rows.ints("dataset_from_index") if listed else np.cumsum(length) - length
         # Row numbers count over the dataset; inside a file they count from its first episode.
         file_start = np.full(len(data_keys), np.iinfo(np.int64).max)
         np.minimum.at(file_start, data_object, start_row)

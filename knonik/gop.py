@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from knonik.mp4 import CodecRecord, PacketTable
+from knonik.mp4 import CodecRecord, Mp4Error, PacketTable
 from knonik.store import Store
+from knonik.syncs import is_entry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +99,7 @@ class ObjectIndex:
             np.searchsorted(np.sort(packet_of_frame), self._sync),
         )
         self.first_frames[:1] = 0
+        self._entries: set[int] = set()  # sync packets that were seen to be some
         self._spans: tuple[list[int], list[int]] | None = None
 
     def __len__(self) -> int:
@@ -149,6 +151,7 @@ class ObjectIndex:
 
         Raises:
             IndexError: `body` does not hold the packets.
+            Mp4Error: the sync packet is none.
         """
         packets = self._packets_of(frame)
         offsets, sizes = self._table.offset[packets].tolist(), self._table.size[packets].tolist()
@@ -160,6 +163,13 @@ class ObjectIndex:
             )
         view = memoryview(body)
         parts = [view[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+        if packets.start not in self._entries:
+            if is_entry(self.codec, parts[0]) is False:
+                raise Mp4Error(
+                    f"{self.key}: the packet at byte {offsets[0]} is marked as sync but refers to frames before it, so "
+                    f"frame {frame} cannot be decoded from it; remux the file with true sync marks"
+                )
+            self._entries.add(packets.start)
         return parts, self._table.pts[packets].tolist()
 
     def fetch(self, store: Store, frame: int) -> tuple[list[memoryview], list[int]]:

@@ -17,6 +17,7 @@ from knonik.boxes import FileBytes, Mp4Error, box_header
 from knonik.edits import lead, offset_of, with_edits, without_edits
 from knonik.fragments import read_fragments
 from knonik.store import Store
+from knonik.syncs import claims_hold, without_false_syncs
 from knonik.tracks import CodecRecord, PacketTable, parse_track
 
 __all__ = ["CodecRecord", "HeaderReader", "Mp4Error", "PacketTable", "find_moov", "read_packets"]
@@ -112,7 +113,9 @@ def _parse(file: FileBytes, find: Callable[[], Moov]) -> PacketTable:
 class HeaderReader:
     """Reads the headers of the files of one dataset and learns from each where to look in the next.
 
-    Safe to use from many threads. Guesses are kept apart for files of one episode and joined ones, which differ.
+    Sync packets of the first file of each codec record are checked by one more read; where they are none, those of all
+    files with that record are. Guesses are kept apart for files of one episode and joined ones, which differ. Safe to
+    use from many threads.
     """
 
     def __init__(self, store: Store) -> None:
@@ -120,11 +123,13 @@ class HeaderReader:
         self._lock = threading.Lock()
         self._per_frame: dict[tuple[bool, bool], float] = {}  # (joined, at end) -> most bytes a frame beyond _FIXED
         self._at_end: dict[bool, bool] = {}
+        self._judging = threading.Lock()
+        self._honest: dict[CodecRecord, bool] = {}  # whether sync packets of files with this record are what they say
 
     def read(
         self, key: str, *, size: int | None = None, version: str | None = None, frames: int, joined: bool
     ) -> PacketTable:
-        """Packet table of the first video track.
+        """Packet table of the first video track, with true sync packets only.
 
         Args:
             size, version: of the object if known; a known size saves a request, a known version is insisted on.
@@ -158,7 +163,17 @@ class HeaderReader:
             self._at_end[joined] = place[1]
             spent = (moov.end - moov.begin - _FIXED) / max(1, frames)
             self._per_frame[place] = max(self._per_frame.get(place, 0.0), spent)
-        return table
+        return table if self._believed(table, file) else without_false_syncs(table, file)
+
+    def _believed(self, table: PacketTable, file: FileBytes) -> bool:
+        """Whether encoders with this codec record mark sync packets rightly; the first such file is looked into."""
+        verdict = self._honest.get(table.codec)
+        if verdict is None:
+            with self._judging:  # one file is enough
+                verdict = self._honest.get(table.codec)
+                if verdict is None and (verdict := claims_hold(table, file)) is not None:
+                    self._honest[table.codec] = verdict
+        return verdict is not False
 
 
 def _moov_in_tail(file: FileBytes, length: int) -> Moov | None:

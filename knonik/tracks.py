@@ -150,6 +150,15 @@ def _sync(stbl: bytes, count: int) -> NDArray[np.bool_]:
     sync = np.zeros(count, np.bool_)
     numbers = np.frombuffer(stss, ">u4", struct.unpack_from(">I", stss, 4)[0], 8).astype(np.int64)
     sync[numbers - 1] = True
+    for box in boxes(stbl):
+        # Entry points of open GOPs, which some writers list here and not in stss.
+        if box.kind == b"sbgp" and box.body[4:8] == b"rap ":
+            begin = 12 if box.body[0] else 8
+            (runs,) = struct.unpack_from(">I", box.body, begin)
+            pairs = np.frombuffer(box.body, ">u4", 2 * runs, begin + 4).astype(np.int64).reshape(-1, 2)
+            ends = np.minimum(np.cumsum(pairs[:, 0]), count)
+            member = np.repeat(pairs[:, 1] > 0, np.diff(ends, prepend=0))
+            sync[: len(member)] |= member
     return sync
 
 

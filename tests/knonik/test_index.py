@@ -140,7 +140,7 @@ def test_nearest_takes_the_first_on_a_tie() -> None:
 
 def _object(pts: list[int], sync: list[int], shown: list[bool] | None = None) -> ObjectIndex:
     count = len(pts)
-    codec = CodecRecord(name="h264", extradata=b"", width=2, height=2, timescale=10)
+    codec = CodecRecord(name="mpeg4", extradata=b"", width=2, height=2, timescale=10)
     table = PacketTable(
         codec=codec,
         offset=np.arange(count) * 100,

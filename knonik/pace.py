@@ -8,7 +8,9 @@ from collections import deque
 
 _COOLDOWN_S = 1.0  # requests that were on their way together are throttled together: that is one event, not many
 _FLOOR_PER_S = 4.0
-_GROWTH = 0.1  # of the rate at which it was throttled, added back each second
+_GROWTH = 0.1  # of the rate at which it was throttled, added back each second; and at least ...
+_GROWTH_PER_S = 20.0
+_FORGETS = 0.8  # refusals that come whatever the rate must not bring it down to the floor
 _SAMPLES = 32  # reads of a size before their times mean something
 _KEPT = 256
 _LEAST_S = 0.02  # a second request is not worth less than this
@@ -42,10 +44,11 @@ class Governor:
         with self._lock:
             rate = self._rate(now)
             if rate is None or now - self._cut_at >= _COOLDOWN_S:
-                elapsed = max(now - self._since, _COOLDOWN_S)
+                elapsed = max(now - self._since, 0.1)
                 seen = max(self._observed_per_s, self._seen / elapsed)
-                self._peak_per_s = seen if rate is None else min(rate, seen)
-                self._rate_per_s = max(_FLOOR_PER_S, self._peak_per_s / 2)
+                reached = seen if rate is None else min(rate, seen)
+                self._peak_per_s = max(reached, 0.0 if rate is None else _FORGETS * self._peak_per_s)
+                self._rate_per_s = max(_FLOOR_PER_S, reached / 2)
                 self._cut_at = now
             self._next = max(self._next, now + pause_s)
             self._grows_from = max(self._cut_at, now + pause_s)
@@ -64,9 +67,9 @@ class Governor:
     def _rate(self, now: float) -> float | None:
         if self._rate_per_s is None:
             return None
-        growth = max(_FLOOR_PER_S, _GROWTH * self._peak_per_s)
+        growth = max(_GROWTH_PER_S, _GROWTH * self._peak_per_s)
         rate = self._rate_per_s + growth * max(0.0, now - self._grows_from)
-        if rate > 2 * self._peak_per_s + _FLOOR_PER_S:
+        if rate > 2 * self._peak_per_s + _GROWTH_PER_S:
             self._rate_per_s = None
             return None
         return rate

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _CONNECT_S = 5.0
 # botocore renews what it holds at least 10 minutes before it expires; obstore asks again 5 minutes before this is over.
 _CREDENTIAL_LIFE = timedelta(minutes=10)
-_CHUNK_BYTES = 256 << 10  # of a body that breaks off at most this much is read twice
+_CHUNK_BYTES = 64 << 10  # of a body that breaks off at most this much is read twice
 
 _THROTTLED = {"SlowDown", "SlowDownRead", "SlowDownWrite", "Throttling", "ThrottlingException", "TooManyRequests"}
 _THROTTLED |= {"RequestLimitExceeded", "ServiceUnavailable", "503", "429"}
@@ -239,13 +239,16 @@ def _connect(bucket: str, stall_s: float, region: str | None) -> _Link:
     credentials = session.get_credentials()
     options = {"retries": {"total_max_attempts": 1}, "connect_timeout": _CONNECT_S, "read_timeout": stall_s}
     if credentials is None:
-        logger.info("no credentials found for bucket %s; its objects are asked for unsigned", bucket)
         options["signature_version"] = UNSIGNED
-    region = region or session.region_name or "us-east-1"
+        logger.info("no credentials found for bucket %s; its objects are asked for unsigned", bucket)
+    region = region or session.region_name or os.environ.get("AWS_REGION") or "us-east-1"
     client = session.client("s3", region_name=region, config=Config(max_pool_connections=64, **options))
     # Endpoint and addressing style have many sources; the address that boto3 would use has seen all of them.
     address = urlsplit(client.generate_presigned_url("get_object", Params={"Bucket": bucket, "Key": "k"}))
     virtual = address.path == "/k"
+    # ... but for one thing: it still uses AWS's old global name in addresses, which redirects to the regional one.
+    regional = urlsplit(client.meta.endpoint_url).netloc
+    host = re.sub(r"(^|\.)s3\.amazonaws\.com$", rf"\g<1>{regional}", address.netloc)
     transfer: Any = {
         "allow_http": address.scheme == "http",
         "connect_timeout": timedelta(seconds=_CONNECT_S),
@@ -257,7 +260,7 @@ def _connect(bucket: str, stall_s: float, region: str | None) -> _Link:
         transfer["root_certificate"] = Path(bundle).read_bytes()
     store = Bytes(
         bucket,
-        endpoint=f"{address.scheme}://{address.netloc}" + ("" if virtual else address.path[: -len(f"/{bucket}/k")]),
+        endpoint=f"{address.scheme}://{host}" + ("" if virtual else address.path[: -len(f"/{bucket}/k")]),
         region=region,
         virtual_hosted_style_request=virtual,
         skip_signature=credentials is None,
@@ -279,11 +282,13 @@ class _Credentials:
 
     def __call__(self) -> Any:
         frozen = self._found.get_frozen_credentials()
+        expires_at = datetime.now(UTC) + self._life if self._life else None
+        end = getattr(self._found, "_expiry_time", None)  # not public: without it the bound above has to do
         return {
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,
             "token": frozen.token,
-            "expires_at": datetime.now(UTC) + self._life if self._life else None,
+            "expires_at": min(expires_at, end) if expires_at and isinstance(end, datetime) else expires_at,
         }
 
 

@@ -1,6 +1,10 @@
-"""Fixtures shared by all tests: where the real sample datasets are, and a report line on whether they were used."""
+"""Fixtures shared by all tests: the real sample datasets, a report line on whether they were used, and an S3 server."""
 
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,3 +23,56 @@ def shared_data() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip("no shared/data folder beside the repository")
     return SHARED_DATA
+
+
+_MOTO = """
+import sys
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="session")
+def moto_server() -> Iterator[str]:
+    """Address of an S3 server for correctness, in a process of its own; it ends with its standard input."""
+    pytest.importorskip("moto")
+    process = subprocess.Popen(
+        [sys.executable, "-c", _MOTO], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    try:
+        assert process.stdout is not None
+        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+    finally:
+        process.communicate()
+
+
+@pytest.fixture
+def new_bucket(
+    moto_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest
+) -> Callable[[dict[str, bytes]], Any]:
+    """Make this test's bucket from {key: body}: gives (bucket name, boto3 client); the environment points to it."""
+    import boto3
+
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3", "AWS_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", moto_server)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "aws-config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "aws-credentials"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+    def make(files: dict[str, bytes]) -> Any:
+        client = boto3.session.Session().client("s3")
+        request.addfinalizer(client.close)
+        bucket = f"test-{abs(hash(request.node.nodeid)):x}"
+        client.create_bucket(Bucket=bucket)
+        for key, body in files.items():
+            client.put_object(Bucket=bucket, Key=key, Body=body)
+        return bucket, client
+
+    return make

@@ -1,12 +1,13 @@
 """Local folders and S3 prefixes give the same bytes; short or escaping reads are refused."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from knonik.store import LocalStore, Store, StoreError, open_store
+from knonik.store import GAUGES, LocalStore, ObjectChanged, ObjectMissing, Store, StoreError, open_store
 
 BODY = bytes(range(256)) * 40
 FILES = {"meta/info.json": b"{}", "data/chunk-000/a.bin": BODY, "data/chunk-001/ü b.bin": b"x", "database.txt": b"no"}
@@ -21,30 +22,12 @@ def local(tmp_path: Path) -> Store:
 
 
 @pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    pytest.importorskip("moto")
-    import boto3
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    _, port = server.get_host_and_port()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    try:
-        client = boto3.session.Session().client("s3")
-        client.create_bucket(Bucket="robots")
-        for key, body in FILES.items():
-            client.put_object(Bucket="robots", Key=f"sets/one/{key}", Body=body)
-        client.put_object(Bucket="robots", Key="sets/one-more/data/other.bin", Body=b"other dataset")
-        client.close()
-        store = open_store("s3://robots/sets/one")
-        yield store
-        store.close()
-    finally:
-        server.stop()
+def s3(new_bucket: Callable[..., tuple[str, Any]]) -> Iterator[Store]:
+    inside = {f"sets/one/{key}": body for key, body in FILES.items()}
+    bucket, _ = new_bucket({**inside, "sets/one-more/data/other.bin": b"other dataset"})
+    store = open_store(f"s3://{bucket}/sets/one/")
+    yield store
+    store.close()
 
 
 def _check_same(store: Store) -> None:
@@ -62,8 +45,8 @@ def _check_same(store: Store) -> None:
         assert file.read() == BODY[-10:]
         file.seek(3)
         assert file.read(7) == BODY[3:10]
-    for call in (store.read, store.size):
-        with pytest.raises(StoreError, match=r"nothing\.bin"):
+    for call in (store.read, store.size, lambda key: store.read_range(key, 0, 5)):
+        with pytest.raises(ObjectMissing, match=r"nothing\.bin"):
             call("nothing.bin")
     with pytest.raises(StoreError, match=rf"a\.bin bytes {len(BODY) - 5}-{len(BODY) + 4}"):
         store.read_range("data/chunk-000/a.bin", len(BODY) - 5, 10)
@@ -76,16 +59,59 @@ def _check_same(store: Store) -> None:
         store.read_range("meta/info.json", -1, 1)
 
 
+def _check_versions(store: Store) -> None:
+    objects = store.objects("")
+    assert {key: info.size for key, info in objects.items()} == store.sizes("")
+    key = "data/chunk-000/a.bin"
+    info = objects[key]
+    assert store.read_range(key, 10, 5, version=info.version) == BODY[10:15]
+    with store.open(key, info) as file:
+        file.seek(9)
+        assert file.read(9) == BODY[9:18]
+    with store.open(key, info) as file:
+        store.write(key, BODY[::-1])
+        assert store.read(key) == BODY[::-1]
+        with pytest.raises(ObjectChanged, match=r"a\.bin"):
+            store.read_range(key, 10, 5, version=info.version)
+        with pytest.raises(ObjectChanged, match=r"a\.bin"):
+            file.read()
+    changed = store.objects("data")[key]
+    assert changed.size == info.size
+    assert changed.version != info.version
+    store.write(".knonik/new/index.npz", b"published")
+    assert store.read(".knonik/new/index.npz") == b"published"
+    assert set(store.objects("")) == {*objects, ".knonik/new/index.npz"}
+    with pytest.raises(ValueError, match="leaves the store"):
+        store.write("../outside", b"")
+
+
+def _check_gauges(store: Store) -> None:
+    assert set(store.gauges()) == set(GAUGES)
+    before = store.gauges()
+    store.read("data/chunk-000/a.bin")
+    store.read_range("data/chunk-000/a.bin", 5, 100)
+    with pytest.raises(StoreError):
+        store.read("nothing.bin")
+    growth = {name: value - before[name] for name, value in store.gauges().items() if value != before[name]}
+    assert growth == {"gets": 2, "get_bytes": len(BODY) + 100, "failed": 1}
+
+
 def test_local_folder(local: Store) -> None:
     _check_same(local)
     path = local.local_path("meta/info.json")
     assert path is not None
     assert path.read_bytes() == b"{}"
+    assert local.is_local
+    _check_gauges(local)
+    _check_versions(local)
 
 
 def test_s3_gives_the_same_answers(s3: Store) -> None:
     _check_same(s3)
-    assert s3.uri == "s3://robots/sets/one"
+    assert s3.uri.endswith("/sets/one")
+    assert not s3.is_local
+    _check_gauges(s3)
+    _check_versions(s3)
     assert s3.local_path("meta/info.json") is None
     s3.close()
     with pytest.raises(StoreError, match="closed"):

@@ -6,6 +6,7 @@ without files, unknown keys); what is unambiguous is read, anything else is an e
 
 import hashlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,10 +60,13 @@ def read_metadata(store: Store) -> Metadata:
         FileNotFoundError: there is no meta/info.json.
         MetadataError: a file or key is missing or wrong.
     """
-    listed = _listing(store, "meta")
+    # Listed side by side: one after another they would be most of the time to open a dataset on a distant store.
+    with ThreadPoolExecutor(len(_MEDIA_FOLDERS), thread_name_prefix="knonik-list") as pool:
+        media = [pool.submit(_listing, store, folder) for folder in _MEDIA_FOLDERS]
+        listed = _listing(store, "meta")
     if _INFO not in listed:
         raise FileNotFoundError(f"no LeRobot dataset at {store.uri}: looked for {_INFO}")
-    objects = {key: found for folder in _MEDIA_FOLDERS for key, found in _listing(store, folder).items()}
+    objects = {key: found for part in media for key, found in part.result().items()}
     digest = hashlib.sha256()
     files: dict[str, bytes] = {}
     episode_parts: dict[str, Any] = {}

@@ -12,9 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import knonik
-from knonik import meta_files
+from knonik import meta_files, statistics
 from knonik.lerobot import read_metadata
 from knonik.meta_files import read_in_order
+from knonik.statistics import column_statistics
 from knonik.store import LocalStore, open_store
 
 CAM = "observation.images.cam{}"
@@ -192,3 +193,18 @@ def test_a_missing_row_offset_follows_from_the_lengths(tmp_path: Path) -> None:
     pq.write_table(pq.read_table(path).drop_columns(["dataset_from_index"]), path)
     with knonik.open(root, cache_dir=tmp_path / "cache") as ds:
         assert ds.column("action")[ds.rows(np.array([1]), np.array([0])), 0].tolist() == [2.0]
+
+
+def test_statistics_do_not_depend_on_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.random.default_rng(1).standard_normal((9, 5)).astype(np.float32)
+    column = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), 5)
+    root = _rows_only(tmp_path / "set", [4, 2, 3], {0: "a"}, action=column)
+    with knonik.open(root, cache_dir=tmp_path / "cache", episodes=[0, 2]) as ds:
+        whole = column_statistics(ds.column("action"), ds.episodes)
+        monkeypatch.setattr(statistics, "_BLOCK_BYTES", 4 * 7 * 2)
+        parts = column_statistics(ds.column("action"), ds.episodes)
+    used = values[[0, 1, 2, 3, 6, 7, 8]].astype(np.float64)
+    for name, expected in (("mean", used.mean(0)), ("std", used.std(0)), ("max", used.max(0))):
+        np.testing.assert_allclose(whole[name], expected, rtol=1e-12)
+        np.testing.assert_allclose(parts[name], expected, rtol=1e-12)
+    np.testing.assert_array_equal(whole["q01"], parts["q01"])

@@ -32,8 +32,8 @@ format: install
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-bench: install  ## what is claimed about the loader, measured on this machine
-	$(PY) benchmarks/loader_disturbance.py
+bench: install  ## what is claimed about the loader, measured on this machine; ARGS="--paced-steps 3000 --json FILE"
+	$(PY) benchmarks/loaders.py $(ARGS)
 
 clean:  ## environment and caches; runs are yours
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

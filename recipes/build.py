@@ -187,8 +187,7 @@ def loader_options(recipe: Recipe, processor: "Processor") -> dict[str, Any]:
         "on_bad_sample": recipe.data.on_bad_sample,
         "max_bad_share": recipe.data.max_bad_share,
     }
-    usual = {"transport": "rgb24", "order": "exact", "decoded_bytes": 0, "ram_bytes": 1 << 30, "on_bad_sample": "raise"}
-    return {key: value for key, value in options.items() if value is not None and usual.get(key) != value}
+    return {key: value for key, value in options.items() if value is not None}
 
 
 def load_trained(network: "GR00TN17", checkpoint: Path) -> None:

@@ -82,13 +82,7 @@ def _train_policy(
             )
     anchors = len(dataset.anchors(recipe.data.horizon if _inside(recipe) else 1))
     data = build_datamodule(recipe, dataset, processor, batch_size_per_rank(recipe, world_size()))
-    run = Run(
-        recipe,
-        folder,
-        StepClock(started_at),
-        samples_per_epoch=anchors,
-        gauges=lambda: data.loader.gauges() if data.loader is not None else {},
-    )
+    run = Run(recipe, folder, StepClock(started_at), samples_per_epoch=anchors, gauges=data.gauges)
     if is_first():
         held_out = sorted(set(whole.episodes.ids.tolist()) - set(dataset.episodes.ids.tolist()))
         facts = {"fingerprint": dataset.fingerprint, "world_size": world_size(), "episodes_held_out": held_out}
@@ -105,6 +99,7 @@ def _train_policy(
         "weights_digest": weights_digest(tuned_parameters(network)),
         **run.figures(),
         "loader_stages": data.stages(),
+        "loader_gauges": data.gauges(),
         **untrained,
     }
     if recipe.evaluation is not None:

@@ -53,7 +53,7 @@ def rewrite(file: Path, column: str, change: Any) -> None:
 
 
 def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("index", "check", "bench"):
+    for command in ("index", "check", "verify", "peek", "bench"):
         with pytest.raises(SystemExit) as ended:
             make_parser().parse_args([command, "--help"])
         assert ended.value.code == 0
@@ -152,7 +152,7 @@ def test_no_dataset_is_an_error_for_people_and_for_programs(tmp_path: Path, caps
     assert "nowhere" in output.err
 
 
-@pytest.mark.parametrize("options", [(), ("--transport", "yuv420p")])
+@pytest.mark.parametrize("options", [(), ("--transport", "yuv420p"), ("--order", "blocks", "--block-window", "64")])
 def test_bench_counts_what_it_takes(
     dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
 ) -> None:

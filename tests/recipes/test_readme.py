@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from knonik.cli import make_parser
 from recipes.launch import _TABLE, _parser
 from recipes.load import load
 
@@ -40,6 +41,23 @@ def test_recipe_commands_are_accepted(page: str) -> None:
         arguments = _parser().parse_args(words[words.index("recipes") + 1 :])
         if hasattr(arguments, "recipe"):
             load(arguments.recipe, arguments.overrides)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_of_the_data_layer_are_accepted(page: str) -> None:
+    for line in commands(page):
+        if line.startswith(("knonik ", "python -m knonik ")):
+            words = shlex.split(line)
+            make_parser().parse_args(words[words.index("knonik") + 1 :])
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_benchmarks_take_the_options_they_are_given(page: str) -> None:
+    for line in commands(page):
+        if line.startswith("python benchmarks/"):
+            words = shlex.split(line)
+            source = (ROOT / words[1]).read_text()
+            assert [word for word in words[2:] if word.startswith("--") and f'"{word}"' not in source] == [], line
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -133,7 +133,8 @@ def _build(store: Store, episodes: EpisodeTable, names: Sequence[str], place: Pa
     ends = np.searchsorted(episodes.data_object[by_file], np.arange(len(episodes.data_keys)), side="right")
     starts = np.append(0, ends[:-1])
     listed = _listed(episodes)
-    targets: dict[str, ArrayFile] = {}
+    targets: dict[str, tuple[ArrayFile, str]] = {}
+    creating = threading.Lock()
 
     def fill(number: int) -> None:
         key, members = episodes.data_keys[number], by_file[starts[number] : ends[number]]
@@ -154,36 +155,40 @@ def _build(store: Store, episodes: EpisodeTable, names: Sequence[str], place: Pa
             rows.check_ids(begin, values["episode_index"][:, 0])
         for name in names:
             part = values[name]
-            if name not in targets:  # only in the first file, which is read alone
-                shape = (episodes.num_rows, part.shape[1])
-                targets[name] = stack.enter_context(new_array(place / _file_name(name), part.dtype, shape))
-            target = targets[name]
+            with creating:
+                if name not in targets:  # the first file that is read settles type and width
+                    shape = (episodes.num_rows, part.shape[1])
+                    array = stack.enter_context(new_array(place / _file_name(name), part.dtype, shape))
+                    targets[name] = array, key
+                target, first_key = targets[name]
             if (part.dtype, part.shape[1]) != (target.dtype, target.shape[1]):
                 raise MetadataError(
-                    f"{key}: column {name} is {part.dtype} [{part.shape[1]}], in {episodes.data_keys[0]} it is "
+                    f"{key}: column {name} is {part.dtype} [{part.shape[1]}], in {first_key} it is "
                     f"{target.dtype} [{target.shape[1]}]"
                 )
             for source, first_row in rows.pieces(begin, len(part)):
                 target.write(first_row, part[source])
 
-    # Files fill disjoint rows, so they are read side by side; the results stay in the files and not in memory.
-    with ExitStack() as stack:
-        ranges = stack.enter_context(ThreadPoolExecutor(_CONNECTIONS, thread_name_prefix="knonik-ranges"))
-        fill(0)
-        readers = _readers(store, listed)
-        pool = stack.enter_context(ThreadPoolExecutor(readers, thread_name_prefix="knonik-columns"))
-        lost = threading.Event()
+    failed: list[int] = []
 
-        def guarded(number: int) -> None:
-            if lost.is_set():  # another file failed: nothing of this build will be used
-                return
-            try:
-                fill(number)
-            except BaseException:
-                lost.set()
-                raise
+    def guarded(number: int) -> None:
+        if failed and number > min(failed):  # the error of the first bad file is raised, and nothing is kept
+            return
+        try:
+            fill(number)
+        except BaseException:
+            failed.append(number)
+            raise
 
-        for _ in pool.map(guarded, range(1, len(episodes.data_keys))):
+    # Files fill disjoint rows, so they are read side by side; the results stay in the files and not in memory. The
+    # arrays outlive the threads that write to them, also when one of these fails.
+    readers = min(_readers(store, listed), len(episodes.data_keys))
+    with (
+        ExitStack() as stack,
+        ThreadPoolExecutor(_CONNECTIONS, thread_name_prefix="knonik-ranges") as ranges,
+        ThreadPoolExecutor(readers, thread_name_prefix="knonik-columns") as pool,
+    ):
+        for _ in pool.map(guarded, range(len(episodes.data_keys))):
             pass
     pa.default_memory_pool().release_unused()
 

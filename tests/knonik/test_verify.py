@@ -1,14 +1,19 @@
 """`verify` finds every frame equal to the stock rule's whatever a recorder may leave, and notices one that is not."""
 
+import io
 import json
 import logging
+import shutil
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 import knonik
 from knonik.cli import make_parser
@@ -83,10 +88,7 @@ def test_full_range_without_chroma_subsampling(make_set: Any, tmp_path: Path) ->
 
 def with_times(folder: Path, target: Path, times_s: list[float], timestamps: list[float]) -> Path:
     """A copy of a one-episode v2.1 set whose frames and rows have the given times."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            (target / path.relative_to(folder)).parent.mkdir(parents=True, exist_ok=True)
-            (target / path.relative_to(folder)).write_bytes(path.read_bytes())
+    shutil.copytree(folder, target)
     frames = np.random.default_rng(0).integers(0, 256, (len(times_s), 4, 6, 3), np.uint8).repeat(8, 1).repeat(8, 2)
     (video,) = (target / "videos").rglob("*.mp4")
     encode_mp4(video, frames, fps=10, codec="h264", gop=4, times_s=times_s)
@@ -114,6 +116,57 @@ def test_rows_of_dropped_frames_are_refused_as_the_stock_loader_does(make_set: A
     assert report.ok
 
 
+@pytest.mark.parametrize(
+    ("encoder", "pix_fmt", "options", "movflags"),
+    [
+        ("libx264", "yuv420p", {"bf": "3", "g": "6", "x264-params": "open-gop=1:b-pyramid=normal:scenecut=0"}, ""),
+        ("libx265", "yuv420p", {"x265-params": "log-level=none:keyint=6:bframes=3:open-gop=1:scenecut=0"}, ""),
+        ("libx264", "yuv420p", {"g": "4", "bf": "2"}, "frag_keyframe+delay_moov"),
+        ("libx264", "yuv420p", {"g": "4", "bf": "2"}, "faststart"),
+        ("libx264", "yuv420p10le", {"g": "4"}, ""),
+        ("libsvtav1", "yuv420p10le", {"g": "4", "svtav1-params": "lp=1"}, ""),
+        ("mpeg4", "yuv420p", {"g": "5", "bf": "2"}, ""),
+    ],
+)
+def test_what_other_encoders_leave(
+    make_set: Any, tmp_path: Path, encoder: str, pix_fmt: str, options: dict[str, str], movflags: str
+) -> None:
+    folder = shutil.copytree(make_set([20], cameras=1, version="v2.1"), tmp_path / "set")
+    (video,) = (folder / "videos").rglob("*.mp4")
+    frames = np.random.default_rng(0).integers(0, 256, (20, 8, 8, 3), np.uint8).repeat(8, 1).repeat(8, 2)
+    with av.open(str(video), "w", options={"movflags": movflags} if movflags else {}) as container:
+        stream = container.add_stream(encoder, rate=Fraction(10), options=options)
+        stream.height, stream.width, stream.pix_fmt = 64, 64, pix_fmt
+        for pixels in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode(None))
+    assert_all_equal(folder, tmp_path / "cache", 20, planes=pix_fmt == "yuv420p")
+
+
+def test_depth_and_images_are_verified_too(make_set: Any, tmp_path: Path) -> None:
+    folder = shutil.copytree(make_set([6, 5], cameras=2, version="v2.1"), tmp_path / "set")
+    info = json.loads((folder / "meta/info.json").read_text())
+    info["features"][CAMERA]["info"] = {"video.is_depth_map": True}
+    other = CAMERA.replace("cam0", "cam1")
+    info["features"][other]["dtype"] = "image"
+    (folder / "meta/info.json").write_text(json.dumps(info))
+    random = np.random.default_rng(0)
+    for episode, length in enumerate((6, 5)):
+        name = f"episode_{episode:06d}"
+        depth = random.integers(0, 4096, (length, 32, 48)).astype(np.uint16)
+        encode_mp4(folder / f"videos/chunk-000/{CAMERA}/{name}.mp4", depth, fps=10, codec="hevc", pix_fmt="gray12le")
+        (folder / f"videos/chunk-000/{other}/{name}.mp4").unlink()
+        data = folder / f"data/chunk-000/{name}.parquet"
+        bodies = []
+        for _ in range(length):
+            body = io.BytesIO()
+            Image.fromarray(random.integers(0, 256, (32, 48, 3), np.uint8)).save(body, "PNG")
+            bodies.append({"bytes": body.getvalue(), "path": None})
+        pq.write_table(pq.read_table(data).append_column(other, pa.array(bodies)), data, row_group_size=4)
+    report = assert_all_equal(folder, tmp_path / "cache", 22, planes=False)
+    assert report.cameras == (other, CAMERA)
+
+
 def test_layouts_of_the_same_frames_have_one_digest(make_set: Any, tmp_path: Path) -> None:
     options: dict[str, Any] = {"cameras": 2, "codec": "h264", "gop": 3}
     digests = {
@@ -125,11 +178,7 @@ def test_layouts_of_the_same_frames_have_one_digest(make_set: Any, tmp_path: Pat
 
 def test_drift_of_from_timestamp_is_told_apart(make_set: Any, tmp_path: Path) -> None:
     folder = make_set([6, 6, 6], cameras=1)
-    copy = tmp_path / "set"
-    for path in folder.rglob("*"):
-        if path.is_file():
-            (copy / path.relative_to(folder)).parent.mkdir(parents=True, exist_ok=True)
-            (copy / path.relative_to(folder)).write_bytes(path.read_bytes())
+    copy = shutil.copytree(folder, tmp_path / "set")
     episodes = copy / "meta/episodes/chunk-000/file-000.parquet"
     table = pq.read_table(episodes)
     name = f"videos/{CAMERA}/from_timestamp"
@@ -156,11 +205,7 @@ def test_a_wrong_frame_is_found(make_set: Any, tmp_path: Path, monkeypatch: pyte
 
 def test_a_damaged_file_is_named_and_the_rest_is_verified(make_set: Any, tmp_path: Path) -> None:
     folder = make_set([6, 6], cameras=1, version="v2.1", codec="av1")
-    copy = tmp_path / "set"
-    for path in folder.rglob("*"):
-        if path.is_file():
-            (copy / path.relative_to(folder)).parent.mkdir(parents=True, exist_ok=True)
-            (copy / path.relative_to(folder)).write_bytes(path.read_bytes())
+    copy = shutil.copytree(folder, tmp_path / "set")
     video = copy / "videos/chunk-000" / CAMERA / "episode_000001.mp4"
     body = bytearray(video.read_bytes())
     begin = body.index(b"mdat") + 4
@@ -181,6 +226,14 @@ def test_real_datasets(shared_data: Path, tmp_path: Path) -> None:
     report = check(shared_data / "gr1_picknplace_v20", tmp_path / "cache", episodes=[2])
     assert report.num_mismatches == 0
     assert [row.frame for row in report.refused] == [report.frames], "the last row lies past the video"
+
+
+def test_clip_with_painted_frame_numbers(make_set: Any, shared_data: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(make_set([40], cameras=1, version="v2.1", fps=20), tmp_path / "set")
+    (video,) = (folder / "videos").rglob("*.mp4")
+    (clip,) = (shared_data / "labeled_frames_av1").rglob("*.mp4")
+    video.write_bytes(clip.read_bytes())
+    assert check(folder, tmp_path / "cache", "yuv420p").frames == 40
 
 
 def assert_all_equal_part(folder: Path, cache: Path, episodes: list[int]) -> str:

@@ -59,19 +59,20 @@ def pss_bytes(pid: int) -> int:
 
 
 class PeakPss:
-    """Largest PSS of a tree, sampled four times a second by a thread of the observer."""
+    """Largest PSS of a tree, sampled twice a second by a thread of the observer while `watching`."""
 
     def __init__(self, pid: int) -> None:
         self.peak = 0
+        self.watching = True
         self._pid = pid
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
     def _watch(self) -> None:
-        while not self._done.wait(0.25):
+        while not self._done.wait(0.5):
             try:
-                self.peak = max(self.peak, pss_bytes(self._pid))
+                self.peak = max(self.peak, pss_bytes(self._pid) if self.watching else 0)
             except psutil.Error:
                 return
 

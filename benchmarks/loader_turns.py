@@ -65,10 +65,18 @@ class Worker:
         self._process.stdin.flush()
         return self._answer()
 
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
     def pause(self) -> None:
+        self._pss.watching = False
         os.killpg(self._process.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
+        if not self.alive:
+            raise WorkerFailed(f"{self.entry.loader} on {self.entry.variant} has ended; it gets no row")
+        self._pss.watching = True
         os.killpg(self._process.pid, signal.SIGCONT)
 
     def close(self) -> float:
@@ -168,8 +176,13 @@ def _measure(entries: list[Entry], args: argparse.Namespace) -> list[dict[str, A
         for number in range(args.rounds):
             # The one that follows a heavy neighbour is not always the same.
             for place in _rotated(len(workers), number):
-                turns[place].append(_turn(workers[place], args.seconds))
+                try:
+                    turns[place].append(_turn(workers[place], args.seconds))
+                except WorkerFailed as error:
+                    print(error, file=sys.stderr)
         for worker, row, found in zip(workers, rows, turns, strict=True):
+            if not worker.alive:
+                continue
             row |= _summary(found)
             row["peak_pss_gb"] = worker.close()
             _say(worker.entry, row)
@@ -177,10 +190,10 @@ def _measure(entries: list[Entry], args: argparse.Namespace) -> list[dict[str, A
         for worker in workers:
             worker.kill()
     for entry, row in zip([worker.entry for worker in workers], rows, strict=True):
-        if entry.paced and args.paced_steps:
+        if entry.paced and args.paced_steps and "samples_per_s" in row:
             row["paced"] = _paced(entry, args)
             _say(entry, row)
-    return rows
+    return [row for row in rows if "samples_per_s" in row]
 
 
 def _start(entry: Entry, row: dict[str, Any]) -> Worker:

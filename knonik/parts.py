@@ -94,6 +94,10 @@ class OpenPart:
     readers: Mapping[str, FrameReader]
     decoded: Mapping[str, DecodedFrames] = field(default_factory=dict)
 
+    def kind(self, key: str) -> str:
+        """`video`, `depth` or `image`: how a camera of the dataset is stored."""
+        return self.dataset.episodes.cameras[key].kind
+
     def close(self) -> None:
         """Stop the source, let go of decoders and files."""
         self.source.close()
@@ -182,6 +186,7 @@ def open_parts(
                     ram_bytes=ram_bytes // len(parts),
                     disk_bytes=disk_bytes,
                     connections=max(1, connections // len(parts)),
+                    cameras=sorted(set(cameras.values())),
                 )
             )
             readers = {

@@ -39,7 +39,7 @@ class Pictures:
 
     def expect(self, plan: BatchPlan) -> list[list[tuple[str, int]]]:
         """Units of packets the batch will need, a list for each part. Called once for each batch, in order."""
-        units: list[list[tuple[str, int]]] = [[] for _ in self._parts]
+        units: list[dict[tuple[str, int], None]] = [{} for _ in self._parts]
         for job in plan.jobs:
             decoded = self._parts[job.dataset].decoded.get(job.camera)
             if decoded is not None:
@@ -48,9 +48,9 @@ class Pictures:
                 needed = self._hold.expect(_hold_key(job), job.numbers)
             else:
                 needed = True
-            if needed:
-                units[job.dataset].append((job.key, job.group))
-        return units
+            if needed and self._parts[job.dataset].kind(job.source_camera) != "image":  # those are no packets
+                units[job.dataset][job.key, job.group] = None
+        return [list(each) for each in units]
 
     def write(self, plan: BatchPlan, job: GopJob, flat: NDArray[Any]) -> None:
         """Put the pictures of a job into `flat`, the camera's [B * T, ...] pictures of the batch."""
@@ -140,7 +140,7 @@ class Pictures:
     ) -> dict[int, int]:
         """Rows, by frame number, of the same episode and GOP up to frame `last` that are not kept yet."""
         dataset = self._parts[job.dataset].dataset
-        if dataset.episodes.cameras[job.source_camera].kind == "image":
+        if self._parts[job.dataset].kind(job.source_camera) == "image":
             return {}
         place = job.places[job.numbers.index(last)]
         episode, frame = sample(plan, job.camera, place)

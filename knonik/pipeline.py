@@ -111,12 +111,13 @@ class Pipeline:
         self._specs, self._buffers, self._finish, self._transform = specs, buffers, finish, transform
         self._bad_samples, self._stages = bad_samples, stages
         self._chunks = decode_threads * _CHUNKS_PER_THREAD
-        self._lookahead = lookahead_batches
+        self._most_ahead = lookahead_batches
         self._ring = ring_batches
         # Shared with the planning thread, under `_turn`.
         self._turn = threading.Condition()
         self._slots = ring_batches
         self._refused = False  # the source had no room when asked last, and no batch was done since
+        self._delivered = False
         self._closing = threading.Event()
         # The planning thread's own.
         self._planned: deque[tuple[BatchPlan, list[list[tuple[str, int]]]]] = deque()
@@ -190,8 +191,12 @@ class Pipeline:
 
     def _idle(self) -> bool:
         startable = self._slots > 0 and self._announced
-        room = not self._refused and len(self._announced) < self._lookahead and self._failure is None
-        return not startable and not room and not self._closing.is_set()
+        return not startable and not self._may_look_ahead() and not self._closing.is_set()
+
+    def _may_look_ahead(self) -> bool:
+        # Until the first batch is out the processor is for making it, and the link for its bytes.
+        most = self._most_ahead if self._delivered else min(self._most_ahead, self._ring)
+        return not self._refused and self._failure is None and len(self._announced) < most
 
     def _start_next(self) -> bool:
         """Give the next batch buffers and hand out its jobs, if the ring has a slot for it."""
@@ -215,7 +220,7 @@ class Pipeline:
 
     def _look_ahead(self) -> bool:
         """Plan or announce one more batch; False if there is no room."""
-        if len(self._announced) >= self._lookahead or self._refused or self._failure is not None:
+        if not self._may_look_ahead():
             return False
         try:
             self._plan_next()
@@ -263,7 +268,7 @@ class Pipeline:
             raise work.error
         self._pictures.done(work.number)
         with self._turn:
-            self._refused = False
+            self._refused, self._delivered = False, True
             self._turn.notify()
         with self._stages["assemble"].measure("busy", items=1):
             for camera, places in work.plan.blank.items():

@@ -30,7 +30,7 @@ class BlockOrder:
     Args:
         lengths: [R] anchors of each run, in stored order.
         seed, epoch: choose the permutations.
-        window: samples a window of one lane holds at least, where the lane has as many.
+        window: samples a window of one lane holds at least, but for the last window of each lane.
         lanes: shares of the stream.
         begin: global position of the epoch's first item, which decides the lane of each item.
     """
@@ -73,13 +73,11 @@ class BlockOrder:
             begin, stop = int(self._lane_begin[lane]), int(self._lane_begin[lane + 1])
             cuts = self._ends[np.searchsorted(self._ends, begin, side="right") :]
             cuts = cuts[: np.searchsorted(cuts, stop)].tolist()
-            bounds, after = [begin], 0
-            while True:
-                after = bisect_left(cuts, bounds[-1] + self._target, lo=after)
-                # A rest too short for a window of its own joins the last one.
-                if after == len(cuts) or stop - cuts[after] < self._target:
-                    break
+            bounds, after = [begin], bisect_left(cuts, begin + self._target)
+            while after < len(cuts):
                 bounds.append(cuts[after])
+                after = bisect_left(cuts, cuts[after] + self._target, lo=after)
+            # The rest stays a smaller window: joined to the one before, it would double what has to be held.
             self._bounds[lane] = [*bounds, stop]
         return self._bounds[lane]
 
@@ -99,7 +97,7 @@ class BlockOrder:
 
 def longest_window(lengths: Int64Array, window: int) -> int:
     """No window of `BlockOrder` holds more samples than this."""
-    return max(1, 2 * window + int(lengths.max()) - 2)
+    return window + int(lengths.max()) - 1
 
 
 def gop_runs(

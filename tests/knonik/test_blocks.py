@@ -10,7 +10,7 @@ from knonik.blocks import BlockOrder, gop_runs, longest_window
 from knonik.order import Anchors
 from knonik.plan import BatchPlan, Planner
 
-GOLDEN = [22, 6, 23, 2, 19, 0, 21, 7, 20, 5, 18, 3, 11, 15, 12, 14, 10, 17, 13, 4, 9, 16, 8, 1]
+GOLDEN = [22, 6, 23, 2, 19, 0, 21, 7, 20, 5, 18, 3, 11, 15, 12, 14, 10, 4, 13, 1, 9, 17, 8, 16]
 CAM0, CAM1 = "observation.images.cam0", "observation.images.cam1"
 
 
@@ -78,7 +78,7 @@ def test_windows_hold_whole_runs_and_reach_the_size_asked_for() -> None:
     lengths = np.random.default_rng(0).integers(1, 30, 400)
     order = BlockOrder(lengths, seed=3, epoch=0, window=50, lanes=4)
     sizes = [np.diff(order.window_bounds(lane)) for lane in range(4)]
-    assert all(size.min() >= 50 and size.max() <= longest_window(lengths, 50) for size in sizes)
+    assert all(size[:-1].min() >= 50 and size.max() <= longest_window(lengths, 50) for size in sizes)
     assert sum(size.sum() for size in sizes) == lengths.sum()
     total = int(lengths.sum())
     run_of = np.repeat(np.arange(len(lengths)), lengths)[order.take(np.arange(total))]

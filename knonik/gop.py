@@ -15,7 +15,7 @@ from knonik.syncs import is_entry
 class Gop:
     """Packets to feed to a decoder, from a sync packet on, and the frames they present.
 
-    key: object. offsets, sizes, pts, dts: [P] per packet, in decode order. frames: numbers of the presented frames
+    key: object. offsets, sizes, pts: [P] per packet, in decode order. frames: numbers of the presented frames
     inside the object, in order. frame_pts: [len(frames)] their pts, in ticks of codec.timescale. last_packet:
     [len(frames)] index of the last packet that must be fed before the frame (and all earlier ones) can come out; larger
     than the frame's own place where B-frames are reordered.
@@ -26,7 +26,6 @@ class Gop:
     offsets: NDArray[np.int64]
     sizes: NDArray[np.int64]
     pts: NDArray[np.int64]
-    dts: NDArray[np.int64]
     frames: range
     frame_pts: NDArray[np.int64]
     last_packet: NDArray[np.int64]
@@ -44,7 +43,6 @@ class Gop:
             offsets=self.offsets[:packets],
             sizes=self.sizes[:packets],
             pts=self.pts[:packets],
-            dts=self.dts[:packets],
             frames=self.frames[: place + 1],
             frame_pts=self.frame_pts[: place + 1],
             last_packet=self.last_packet[: place + 1],
@@ -77,30 +75,33 @@ class ObjectIndex:
     """Frames of one video object in presentation order, with O(log GOPs) access to the packets of any of them.
 
     pts: [F] pts of each presented frame, rising, in ticks of `codec.timescale`. first_frames: [G] first frame of each
-    GOP, rising.
+    GOP, rising. Both int32 where the values fit, else int64; about 24 bytes a frame in all at a GOP of 2.
     """
 
     def __init__(self, key: str, table: PacketTable) -> None:
         self.key = key
         self.codec = table.codec
-        self._table = table
+        # Every rank of a machine holds this for all objects in use, so numbers are no wider than they must be.
+        self._offset, self._size, self._packet_pts = table.offset, _narrow(table.size), _narrow(table.pts)
+        self._rising = bool(np.all(table.offset[1:] >= (table.offset + table.size)[:-1]))
         shown = np.flatnonzero(table.shown)
         # Packet that holds each frame: presentation order is pts order.
         packet_of_frame = shown[np.argsort(table.pts[shown], kind="stable")]
-        self.pts: NDArray[np.int64] = table.pts[packet_of_frame]
-        self._needs = np.maximum.accumulate(packet_of_frame)
-        self._sync = np.flatnonzero(table.sync)
+        in_order = len(shown) == len(table) and bool(np.all(np.diff(packet_of_frame) == 1))
+        self.pts = self._packet_pts if in_order else self._packet_pts[packet_of_frame]
+        self._needs = _narrow(np.maximum.accumulate(packet_of_frame))
+        sync = np.flatnonzero(table.sync)
         # A GOP presents the frames from its sync frame up to the next one. Leading pictures of an open GOP are stored
         # after the next sync packet but refer back, so they belong here; `_needs` then reaches past that sync packet.
         # A sync packet that is not shown begins a segment of an edit list: the frames of earlier segments come before.
-        self.first_frames = np.where(
-            table.shown[self._sync],
-            np.searchsorted(self.pts, table.pts[self._sync]),
-            np.searchsorted(np.sort(packet_of_frame), self._sync),
+        first_frames = np.where(
+            table.shown[sync],
+            np.searchsorted(self.pts, table.pts[sync]),
+            np.searchsorted(np.sort(packet_of_frame), sync),
         )
-        self.first_frames[:1] = 0
+        first_frames[:1] = 0
+        self._sync, self.first_frames = _narrow(sync), _narrow(first_frames)
         self._entries: set[int] = set()  # sync packets that were seen to be some
-        self._spans: tuple[list[int], list[int]] | None = None
 
     def __len__(self) -> int:
         return len(self.pts)
@@ -119,17 +120,15 @@ class ObjectIndex:
         stop = int(self.first_frames[number + 1]) if number + 1 < len(self.first_frames) else len(self.pts)
         start = int(self._sync[number])
         packets = slice(start, int(self._needs[stop - 1]) + 1)
-        table = self._table
         return Gop(
             key=self.key,
             codec=self.codec,
-            offsets=table.offset[packets],
-            sizes=table.size[packets],
-            pts=table.pts[packets],
-            dts=table.dts[packets],
+            offsets=self._offset[packets],
+            sizes=self._size[packets].astype(np.int64),
+            pts=self._packet_pts[packets].astype(np.int64),
             frames=range(first, stop),
-            frame_pts=self.pts[first:stop],
-            last_packet=np.maximum(self._needs[first:stop] - start, 0),
+            frame_pts=self.pts[first:stop].astype(np.int64),
+            last_packet=np.maximum(self._needs[first:stop].astype(np.int64) - start, 0),
         )
 
     def gop_number(self, frame: int) -> int:
@@ -138,10 +137,9 @@ class ObjectIndex:
 
     def span(self, gop: int) -> tuple[int, int]:
         """(offset, length) of the smallest byte range with all packets that any frame of GOP number `gop` needs."""
-        if self._spans is None:
-            self._spans = self._all_spans()
-        begins, lengths = self._spans
-        return begins[gop], lengths[gop]
+        start = int(self._sync[gop])
+        stop = int(self.first_frames[gop + 1]) if gop + 1 < len(self.first_frames) else len(self.pts)
+        return self._extent(start, max(start, int(self._needs[stop - 1]) if stop else 0) + 1)
 
     def cut(self, frame: int, body: bytes | memoryview, begin: int) -> tuple[list[memoryview], list[int]]:
         """Packets from the sync packet to the last one needed to present `frame`, and their pts.
@@ -154,7 +152,7 @@ class ObjectIndex:
             Mp4Error: the sync packet is none.
         """
         packets = self._packets_of(frame)
-        offsets, sizes = self._table.offset[packets].tolist(), self._table.size[packets].tolist()
+        offsets, sizes = self._offset[packets].tolist(), self._size[packets].tolist()
         ends = [offset - begin + size for offset, size in zip(offsets, sizes, strict=True)]
         if min(offsets) < begin or max(ends) > len(body):
             raise IndexError(
@@ -170,7 +168,7 @@ class ObjectIndex:
                     f"frame {frame} cannot be decoded from it; remux the file with true sync marks"
                 )
             self._entries.add(packets.start)
-        return parts, self._table.pts[packets].tolist()
+        return parts, self._packet_pts[packets].tolist()
 
     def fetch(self, store: Store, frame: int) -> tuple[list[memoryview], list[int]]:
         """`cut` from bytes that one range read brings.
@@ -183,9 +181,16 @@ class ObjectIndex:
     def reach(self, frame: int) -> tuple[int, int]:
         """(offset, length) of the bytes that `frame` needs, which may be fewer than those of its whole GOP."""
         packets = self._packets_of(frame)
-        offsets, sizes = self._table.offset[packets], self._table.size[packets]
+        return self._extent(packets.start, packets.stop)
+
+    def _extent(self, start: int, stop: int) -> tuple[int, int]:
+        """(offset, length) of the packets from `start` up to `stop`."""
+        if self._rising:  # as nearly always
+            begin = int(self._offset[start])
+            return begin, int(self._offset[stop - 1]) + int(self._size[stop - 1]) - begin
+        offsets = self._offset[start:stop]
         begin = int(offsets.min())
-        return begin, int((offsets + sizes).max()) - begin
+        return begin, int((offsets + self._size[start:stop]).max()) - begin
 
     def _packets_of(self, frame: int) -> slice:
         if not 0 <= frame < len(self.pts):
@@ -193,13 +198,9 @@ class ObjectIndex:
         start = int(self._sync[self.gop_number(frame)])
         return slice(start, max(start, int(self._needs[frame])) + 1)
 
-    def _all_spans(self) -> tuple[list[int], list[int]]:
-        last_frame = np.append(self.first_frames[1:], len(self.pts)) - 1
-        stops = np.maximum(self._sync, self._needs[np.maximum(last_frame, 0)]) + 1
-        # Pairs (start, stop) reduce to one value each; GOPs may overlap where leading pictures refer back. The extra
-        # element lets a stop stand at the very end.
-        pairs = np.stack([self._sync, stops], axis=1).reshape(-1)
-        far = np.iinfo(np.int64).max
-        begins = np.minimum.reduceat(np.append(self._table.offset, far), pairs)[::2]
-        ends = np.maximum.reduceat(np.append(self._table.offset + self._table.size, 0), pairs)[::2]
-        return begins.tolist(), (ends - begins).tolist()
+
+def _narrow(values: NDArray[np.int64]) -> NDArray[np.int64] | NDArray[np.int32]:
+    limits = np.iinfo(np.int32)
+    if len(values) and not limits.min <= values.min() <= values.max() <= limits.max:
+        return values
+    return values.astype(np.int32)

@@ -236,8 +236,12 @@ def test_cached_index_equals_a_built_one(shared_data: Path, tmp_path: Path) -> N
         assert _all_locations(built, camera) == _all_locations(cached, camera)
         for key in built.episodes.cameras[camera].keys:
             one, other = built.index.object(key), cached.index.object(key)
-            for field in ("offset", "size", "pts", "dts", "sync", "shown"):
-                np.testing.assert_array_equal(getattr(one._table, field), getattr(other._table, field))
+            for frame in (0, 1, len(one) // 2, len(one) - 1):
+                ours, theirs = one.gop(frame), other.gop(frame)
+                for field in ("offsets", "sizes", "pts", "frame_pts", "last_packet"):
+                    np.testing.assert_array_equal(getattr(ours, field), getattr(theirs, field))
+            np.testing.assert_array_equal(one.pts, other.pts)
+            np.testing.assert_array_equal(one.first_frames, other.first_frames)
             assert one.codec == other.codec
         assert built.index.num_far_rows(camera) == cached.index.num_far_rows(camera)
 

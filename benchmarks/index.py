@@ -61,7 +61,7 @@ def index_once(uri: str, folder: Path) -> dict[str, Any]:
     seconds, after = time.perf_counter() - begin, store.gauges()
     digest = hashlib.sha256()
     for key in sorted(key for key in metadata.objects if key.endswith(".mp4")):
-        digest.update(index.object(key).pts.tobytes())
+        digest.update(index.object(key).pts.astype(np.int64).tobytes())
         digest.update(repr(index.unit_span(key, 0)).encode())
     (kept,) = folder.glob("index-*.npz")
     index.close()

@@ -201,7 +201,8 @@ class _Link:
         _check_end(last, stop)
         # A short answer is mostly one buffer; a long one is taken in parts, of which the read ones survive a break.
         parts = result.stream(min_chunk_size=_CHUNK_BYTES)
-        return Body(length=last - first, version=result.meta["e_tag"], chunks=self._chunks(parts))
+        tag = result.meta["e_tag"] if version is None else version  # all of meta is converted to get at it
+        return Body(length=last - first, version=tag, chunks=self._chunks(parts))
 
     def get_slowly(self, name: str, start: int, stop: int | None, version: str | None) -> Body:
         """The same through boto3, which shows the Retry-After of a refusal; obstore's errors do not carry headers."""

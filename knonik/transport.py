@@ -4,6 +4,7 @@ A read goes out when the request rate allows it; a throttled one waits as long a
 down; a broken body goes on from the byte reached; a slow one gets a second request beside it, and the faster wins.
 """
 
+import logging
 import random
 import threading
 import time
@@ -18,6 +19,9 @@ from knonik.store import Counters, ObjectChanged, ObjectMissing, StoreError
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
+_WORTH_TELLING = 4  # failures in a row: single ones are part of the business
 _RENEWALS = 2  # new sessions for one read: more would only repeat what the first could not cure
 _BROKEN_BODIES = 100  # a server that sends a few bytes and breaks off, again and again, ends here
 
@@ -147,7 +151,6 @@ class Transport:
             try:
                 return request()
             except Fault as fault:
-                self._counters.add(retries=1)
                 self._after(fault, tries, progress=False)
 
     def close(self) -> None:
@@ -206,6 +209,8 @@ class Transport:
             self._counters.add(throttled=1)
             self._governor.throttled(self._clock.now(), asked_s)
         self._counters.add(**{"resumed" if progress else "retries": 1})
+        if tries.fruitless >= _WORTH_TELLING:
+            logger.warning("%s: request %d failed (%s); the next in %.1f s", tries.what, tries.requests, fault, wait_s)
         if self._clock.wait(self._closed, wait_s):
             raise StoreError(f"{tries.what}: the store was closed; last: {fault}") from None
 

@@ -20,7 +20,7 @@ _PLOT = 150  # height of plots with their captions
 _NARROWEST = 2 * _MARGIN + 900
 _MOST_ACROSS = 1600  # pictures go on a further row beyond it
 _DEFAULT_CURVES = 4  # columns plotted when none are named
-_GUTTER = 44  # for the ends of a plot's scale
+_GUTTER = 52  # for the ends of a plot's scale
 _INK, _MUTED, _RULE, _PAPER, _WARNING = "#1b1f24", "#656d76", "#d0d7de", "#ffffff", "#cf222e"
 _FINER = 3  # curves are drawn this much larger and scaled down, which smooths them
 
@@ -174,7 +174,7 @@ def _plot(dataset: Dataset, sample: Sample, column: str, length: int, width: int
     low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 0.0)
     whole = Image.new("RGB", (width, _PLOT), _PAPER)
     draw = ImageDraw.Draw(whole)
-    now = ", ".join(f"{value:.3g}" for value in values[sample.frame][:8])
+    now = ", ".join(map(_number, values[sample.frame][:8].tolist()))
     caption = f"{column} [{values.shape[1]}]   at the cursor: {now}{', ...' if values.shape[1] > 8 else ''}"
     draw.text((0, 2), _cut(caption, _font(12), width), _MUTED, _font(12))
     size = width - _GUTTER, _PLOT - _LINE
@@ -190,9 +190,14 @@ def _plot(dataset: Dataset, sample: Sample, column: str, length: int, width: int
         pen.line(points if len(points) > 1 else points * 2, ink, 4 * _FINER // 3, "curve")
     whole.paste(area.resize(size, Image.Resampling.LANCZOS), (_GUTTER, _LINE))
     draw.rectangle([(_GUTTER, _LINE), (width - 1, _PLOT - 1)], None, _RULE)
-    draw.text((_GUTTER - 6, _LINE), f"{high:.3g}", _MUTED, _font(11), "ra")
-    draw.text((_GUTTER - 6, _PLOT - 1), f"{low:.3g}", _MUTED, _font(11), "rd")
+    draw.text((_GUTTER - 6, _LINE), _number(high), _MUTED, _font(11), "ra")
+    draw.text((_GUTTER - 6, _PLOT - 1), _number(low), _MUTED, _font(11), "rd")
     return whole
+
+
+def _number(value: float) -> str:
+    """Three digits, and all of them before the point where that is still short."""
+    return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
 def _wrapped(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> list[str]:

@@ -6,6 +6,7 @@ row by row: the frame with the nearest time, the first on a tie, not further awa
 """
 
 import hashlib
+import io
 import logging
 import time
 from bisect import bisect_left
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_LISTED = 100
 _FRAMES_AT_ONCE = 32  # decoded pictures held by a thread
+_READ_AHEAD = 8 << 20  # bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,7 +268,10 @@ def _timestamps(dataset: Dataset, key: str) -> dict[int, NDArray[np.float32]]:
 
 def _open(dataset: Dataset, key: str) -> IO[bytes]:
     path = dataset.store.local_path(key)
-    return dataset.store.open(key) if path is None else path.open("rb")
+    if path is not None:
+        return path.open("rb")
+    # Files are read from end to end here, so large ranges: a GET a frame would wait for latency most of the time.
+    return io.BufferedReader(dataset.store.open(key).detach(), _READ_AHEAD)
 
 
 def _digest(picture: NDArray[Any]) -> bytes:

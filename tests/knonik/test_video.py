@@ -12,7 +12,7 @@ from knonik.encode import Mp4Joiner, encode_mp4
 from knonik.gop import ObjectIndex
 from knonik.mp4 import read_packets
 from knonik.store import open_store
-from knonik.video import DecodeError, GopDecoder
+from knonik.video import DecodeError, FrameTags, GopDecoder
 
 
 def clip(frames: int, height: int, width: int, seed: int = 0) -> np.ndarray:
@@ -170,9 +170,52 @@ def test_one_codec_context_serves_many_files_of_two_kinds(tmp_path: Path) -> Non
             np.testing.assert_array_equal(picture, stock[number])
 
 
+@pytest.mark.parametrize("codec", ["av1", "h264", "hevc"])
+def test_planes_are_those_of_the_stream_and_their_tags_are_told(tmp_path: Path, codec: str) -> None:
+    path = tmp_path / "clip.mp4"
+    encode_mp4(path, clip(5, 34, 66), fps=30, codec=codec, gop=5, matrix="bt709", full_range=True)
+    with av.open(str(path)) as container:
+        frames = list(container.decode(video=0))
+    store = open_store(tmp_path)
+    gop = ObjectIndex(path.name, read_packets(store, path.name)).gop(4)
+    out = [np.zeros(34 * 66 * 3 // 2, np.uint8) for _ in range(2)]
+    wanted = [gop.pts_of(number) for number in (4, 1)]
+    decoder = GopDecoder()
+    tags = decoder.decode(gop.codec, gop.read(store), gop.pts.tolist(), wanted, out, "yuv420p")
+    assert tags == FrameTags(pix_fmt=frames[0].format.name, matrix=1, range=2)
+    for number, planes in zip((4, 1), out, strict=True):
+        np.testing.assert_array_equal(planes, frames[number].to_ndarray().reshape(-1))
+    other = {FrameTags(pix_fmt="yuv420p", matrix=2, range=1)}
+    with pytest.raises(DecodeError, match="colour matrix 1 and range 2, unlike"):
+        decoder.decode(gop.codec, gop.read(store), gop.pts.tolist(), wanted, out, "yuv420p", other)
+    with pytest.raises(DecodeError, match=r"planes of 3366 bytes, expected \(3365,\)"):
+        decoder.decode(gop.codec, gop.read(store), gop.pts.tolist(), wanted[:1], [out[0][:-1]], "yuv420p")
+    with pytest.raises(ValueError, match="format='nv12'"):
+        decoder.decode(gop.codec, gop.read(store), gop.pts.tolist(), wanted, out, "nv12")
+
+
+def test_planes_of_another_layout_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "clip.mp4"
+    encode_mp4(path, clip(2, 32, 32), fps=30, codec="h264", pix_fmt="yuv444p")
+    store = open_store(tmp_path)
+    gop = ObjectIndex(path.name, read_packets(store, path.name)).gop(0)
+    out = [np.zeros(32 * 32 * 3 // 2, np.uint8)]
+    with pytest.raises(DecodeError, match="is yuv444p, which cannot be given as yuv420p"):
+        GopDecoder().decode(gop.codec, gop.read(store), gop.pts.tolist(), [gop.pts_of(0)], out, "yuv420p")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"codec": "vp8"}, "codec='vp8'"), ({"gop": 0}, "gop=0"), ({"frames": clip(2, 31, 32)}, "31x32")],
+    [
+        ({"codec": "vp8"}, "codec='vp8'"),
+        ({"gop": 0}, "gop=0"),
+        ({"frames": clip(2, 31, 32)}, "31x32"),
+        ({"codec": "av1", "bframes": 2}, "bframes=2"),
+        ({"codec": "av1", "pix_fmt": "yuv444p"}, "pix_fmt='yuv444p'"),
+        ({"matrix": "rgb"}, "matrix='rgb'"),
+        ({"times_s": [0.0, 0.0]}, "2 rising times"),
+        ({"pix_fmt": "gray12le"}, "gray12le takes uint16"),
+    ],
 )
 def test_encoder_refuses_what_it_cannot_do(change: dict[str, object], message: str) -> None:
     options = {"frames": clip(2, 32, 32), "fps": 30.0, "codec": "h264", **change}

@@ -78,6 +78,7 @@ class Planner:
 
     Attributes:
         num_anchors: anchors of all parts: an epoch's samples.
+        global_batch: samples of a batch over all ranks. lanes: those of the order, 1 unless it is `blocks`.
         digest: short text that changes with whatever the order depends on beside the seed, and with nothing else.
         reuse_batches: the samples of a GOP that are decoded together lie in at most so many successive batches of a
             rank; 1 in an exact order, where waiting for more would not pay.
@@ -128,10 +129,8 @@ class Planner:
         self.global_batch = batch_size * world_size
         if order == "blocks" and lanes % world_size:
             logger.warning("%d ranks do not divide lanes=%d: some GOPs are decoded by several ranks", world_size, lanes)
-        # Lanes are of use to the order `blocks` only.
-        self._build_orders(
-            seed, edge, shuffle, block_window if order == "blocks" else 0, lanes if order == "blocks" else 1
-        )
+        self.lanes = lanes if order == "blocks" else 1
+        self._build_orders(seed, edge, shuffle, block_window if order == "blocks" else 0)
         nothing = np.zeros(0, np.int64)
         self._block: tuple[Int64Array, ...] = (nothing, nothing, nothing, nothing)
         self._block_begin = 0
@@ -148,8 +147,8 @@ class Planner:
                     f"leave the camera out, or give missing_cameras='black'"
                 )
 
-    def _build_orders(self, seed: int, edge: str, shuffle: bool, block_window: int, lanes: int) -> None:
-        parts = self._mixture.parts
+    def _build_orders(self, seed: int, edge: str, shuffle: bool, block_window: int) -> None:
+        lanes, parts = self.lanes, self._mixture.parts
         # `inside` asks for anchors whose whole future window lies in the episode; the past is repeated at its start.
         futures = [max((max(offsets) for offsets in windows.values()), default=0) for windows in self._windows]
         self.horizons = [1 + max(0, future) if edge == "inside" else 1 for future in futures]
@@ -248,6 +247,14 @@ class Planner:
             if len(chosen):
                 episodes[chosen], frames[chosen] = order.take(own[chosen])
         return parts, episodes, frames
+
+    def rows(self, parts: Int64Array, episodes: Int64Array, frames: Int64Array) -> Int64Array:
+        """Row number of samples [n], each inside its own part."""
+        rows = np.empty_like(frames)
+        for number, part in enumerate(self._mixture.parts):
+            (chosen,) = np.nonzero(parts == number)
+            rows[chosen] = part.dataset.rows(episodes[chosen], frames[chosen])
+        return rows
 
     def _jobs(
         self, number: int, camera: str, own: str, episodes: Int64Array, seen: Int64Array, places: Int64Array

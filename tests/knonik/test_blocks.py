@@ -7,6 +7,7 @@ import pytest
 
 import knonik
 from knonik.blocks import BlockOrder, gop_runs, longest_window
+from knonik.mixing import measure_mixing
 from knonik.order import Anchors
 from knonik.plan import BatchPlan, Planner
 
@@ -193,6 +194,19 @@ def test_blocks_do_not_depend_on_the_world_size(dataset: knonik.Dataset) -> None
                 plan = mine.plan(begin)
                 np.testing.assert_array_equal(plan.episodes, whole[1][plan.positions])
                 np.testing.assert_array_equal(plan.frames, whole[2][plan.positions])
+
+
+def test_mixing_is_reported_as_seen(dataset: knonik.Dataset) -> None:
+    exact = measure_mixing(planner(dataset, order="exact", batch_size=16))
+    assert exact.distance == pytest.approx(exact.distance_random, rel=0.15)
+    assert exact.episodes_per_batch == pytest.approx(exact.episodes_per_batch_random, rel=0.1)
+    assert (exact.held_samples, exact.reuse_batches) == (0, 1)
+    narrow = measure_mixing(planner(dataset, batch_size=16, lanes=2, block_window=4))
+    assert narrow.distance < 0.5 * exact.distance
+    assert narrow.episodes_per_batch < 0.8 * exact.episodes_per_batch
+    assert narrow.held_samples == 2 * (2 + 10 - 1)
+    stored = measure_mixing(planner(dataset, order="exact", shuffle=False))
+    assert stored.distance == 1
 
 
 def test_stored_order_and_blocks_exclude_each_other(dataset: knonik.Dataset) -> None:

@@ -72,6 +72,7 @@ def open(
             metadata.episodes if episodes is None else metadata.episodes.subset(episodes),
             resolve_text_column(text_column, metadata.modality, metadata.features),
             None if ranges is None else read_ranges(ranges, metadata.episodes),
+            match,
         )
     except BaseException:
         store.close()
@@ -90,6 +91,7 @@ class Dataset:
         text_column: the column whose values select a row's text.
         episodes: table of the episodes in use.
         ranges: frames that may be anchors, per episode id; None = all.
+        match: the rule that gives a row its frame, see `open`.
         store, index: for readers that fetch and decode on their own.
     """
 
@@ -102,6 +104,7 @@ class Dataset:
         episodes: EpisodeTable,
         text_column: str = "task_index",
         ranges: Ranges | None = None,
+        match: str = "time",
     ) -> None:
         self.store = store
         self.index = index
@@ -119,6 +122,7 @@ class Dataset:
         self.depth_cameras = [name for name, table in tables.items() if table.depth is not None]
         self.episodes = episodes
         self.ranges = ranges
+        self.match = match
         self._whole: Dataset | None = None  # of a view: the dataset whose store it uses
         self._all_episodes = metadata.episodes
         self._folder = folder

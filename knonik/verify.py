@@ -91,7 +91,10 @@ def verify(
 
     Raises:
         KeyError: an unknown camera or episode.
+        ValueError: the dataset was opened with another rule.
     """
+    if dataset.match != "time":
+        raise ValueError(f"the dataset was opened with match={dataset.match!r}; the stock rule is match='time'")
     begun = time.perf_counter()
     view = dataset if episodes is None else dataset.subset(episodes)
     cameras = list(cameras) if cameras is not None else [*dataset.cameras, *dataset.depth_cameras]

@@ -203,6 +203,14 @@ def test_a_wrong_frame_is_found(make_set: Any, tmp_path: Path, monkeypatch: pyte
     assert not report.ok
 
 
+def test_another_rule_than_the_stock_one_is_not_compared(make_set: Any, tmp_path: Path) -> None:
+    with (
+        knonik.open(make_set([6], cameras=1), cache_dir=tmp_path, match="index") as dataset,
+        pytest.raises(ValueError, match="match='index'; the stock rule is match='time'"),
+    ):
+        verify(dataset)
+
+
 def test_a_damaged_file_is_named_and_the_rest_is_verified(make_set: Any, tmp_path: Path) -> None:
     folder = make_set([6, 6], cameras=1, version="v2.1", codec="av1")
     copy = shutil.copytree(folder, tmp_path / "set")

@@ -9,6 +9,7 @@ import hashlib
 import logging
 import threading
 import weakref
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from knonik.store import Store, StoreError
 logger = logging.getLogger(__name__)
 
 _CONNECTIONS = 32  # headers are small, so latency counts and not bandwidth
+_STEP = 128  # objects between two looks at whether to stop or to write down
 _FIRST_SAVE = 256  # objects read before the first part is written down, then each time their number has grown by half
 _POLL_S = 0.25  # how often a process looks for what another one has written
 
@@ -68,6 +70,7 @@ class IndexBuilder:
         self._timestamps: Any = None
         self._columns_lock = threading.Lock()
         self._saved = 0
+        self._looked = 0  # state of the file in which other processes may have written something
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -228,9 +231,16 @@ class IndexBuilder:
 
     def step(self) -> bool:
         """Read the next few objects and write down the whole now and then; False when nothing is left."""
-        # Half of the connections: objects that somebody waits for always find a free one.
-        keys = list(islice((key for key in self._queue if key not in self._done), _CONNECTIONS // 2))
-        self.need(keys)
+        keys = list(islice((key for key in self._queue if key not in self._done), _STEP))
+        under_way: deque[Future[None]] = deque()
+        for key in keys:
+            if (future := self._start(key)) is not None:
+                under_way.append(future)
+            # Half of the connections: objects that somebody waits for always find a free one.
+            if len(under_way) >= _CONNECTIONS // 2:
+                under_way.popleft().result()
+        for future in under_way:
+            future.result()
         if keys and not self.complete and len(self._packed) >= max(_FIRST_SAVE, self._saved * 3 // 2):
             self.save()
         if self.complete:
@@ -252,7 +262,13 @@ class IndexBuilder:
 
     def look(self) -> None:
         """Take over what another process has written down."""
-        if (other := read_index(index_path(self._folder, self._store.uri, self._match))) is not None:
+        path = index_path(self._folder, self._store.uri, self._match)
+        try:
+            state = path.stat().st_mtime_ns
+        except OSError:
+            return
+        if state != self._looked and (other := read_index(path)) is not None:
+            self._looked = state
             self.adopt(other)
 
     @contextmanager

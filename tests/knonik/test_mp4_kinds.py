@@ -234,6 +234,30 @@ def test_files_that_resemble_each_other_cost_one_read(tmp_path: Path) -> None:
     assert store.reads <= 3
 
 
+def test_the_first_of_several_tracks(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    with av.open(str(tmp_path / "two.mp4"), "w", format="mp4") as output:
+        streams = []
+        for size in ((48, 64), (32, 32)):
+            stream = output.add_stream("libx264", rate=10, options={"x264-params": B_FRAMES, "threads": "1"})
+            stream.height, stream.width = size
+            stream.pix_fmt = "yuv420p"
+            streams.append(stream)
+        for i in range(30):
+            for stream in streams:
+                pixels = rng.integers(0, 255, (stream.height, stream.width, 3), np.uint8)
+                frame = av.VideoFrame.from_ndarray(pixels, format="rgb24").reformat(format="yuv420p")
+                frame.pts = i
+                output.mux(stream.encode(frame))
+        for stream in streams:
+            output.mux(stream.encode(None))
+    table = read_packets(LocalStore(tmp_path), "two.mp4")
+    assert _presented(table) == _presented_by_libav(tmp_path / "two.mp4")
+    assert (table.codec.height, len(table)) == (48, 30)
+    assert np.any(table.offset[1:] != (table.offset + table.size)[:-1]), "the tracks do not interleave"
+    _check_pictures(tmp_path, "two.mp4")
+
+
 def test_reads_of_large_and_odd_files(tmp_path: Path) -> None:
     body = _encode(tmp_path / "a.mp4", NO_B_FRAMES, "", 40, (16, 16))
     at = body.rindex(b"moov") - 4

@@ -111,7 +111,7 @@ class Loader:
         connections: int = 32,
         prefix: FramePrefix | None = None,
         decoded_bytes: int = 0,
-        hold_bytes: int = 4 << 30,
+        hold_bytes: int = 8 << 30,
         on_bad_sample: str = "raise",
         max_bad_share: float = 0.01,
     ) -> None:

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from knonik.episodes import CameraTable, EpisodeTable
 from knonik.gop import Gop, ObjectIndex
-from knonik.index_build import IndexBuilder, index_path, latest_path, read_index
+from knonik.index_build import IndexBuilder
+from knonik.index_cache import index_path, latest_path, read_index
 from knonik.index_file import DAMAGE, decode_index, encode_index
 from knonik.index_rows import MATCHES
 from knonik.lerobot import Metadata

@@ -4,15 +4,13 @@ Several processes may do this on the same folder. The one that holds the lock wo
 what it has as it goes; the others take that over, and read on their own only what they need before it is there.
 """
 
-import fcntl
-import hashlib
 import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,8 @@ import numpy as np
 from knonik.cache import replacing
 from knonik.columns import load_columns
 from knonik.gop import ObjectIndex
-from knonik.index_file import DAMAGE, PackedTable, StoredIndex, decode_index, encode_index, pack_table, unpack_table
+from knonik.index_cache import index_path, latest_path, one_reader, read_index
+from knonik.index_file import PackedTable, StoredIndex, encode_index, pack_table, unpack_table
 from knonik.index_rows import CameraRows
 from knonik.lerobot import Metadata
 from knonik.mp4 import HeaderReader, PacketTable
@@ -271,19 +270,9 @@ class IndexBuilder:
             self._looked = state
             self.adopt(other)
 
-    @contextmanager
-    def turn(self) -> Iterator[bool]:
+    def turn(self) -> AbstractContextManager[bool]:
         """Whether this process is the one that reads all objects."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with (self._folder / ".index.lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-                return
-            except OSError:
-                pass  # a file system without locks: both read, which costs time and nothing else
-            yield True
+        return one_reader(self._folder)
 
     def _start(self, key: str) -> Future[None] | None:
         with self._lock:
@@ -369,28 +358,3 @@ def _work(builder: "weakref.ref[IndexBuilder]", stop: threading.Event) -> None:
     except (OSError, ValueError) as error:
         if not stop.is_set():
             logger.warning("the video index is not complete (%s); objects are read when they are needed", error)
-
-
-def index_path(folder: Path, uri: str, match: str) -> Path:
-    """File of the index; copies of a dataset share a folder but not the versions of their objects."""
-    return folder / f"index-{_digest(uri)}{'' if match == 'time' else f'-{match}'}.npz"
-
-
-def latest_path(folder: Path, uri: str) -> Path:
-    """File that names the folder in which the index of the dataset at this address was last kept."""
-    return folder.parent / f"latest-{_digest(uri)}.txt"
-
-
-def read_index(path: Path) -> StoredIndex | None:
-    """The index in a file, None where there is no usable one."""
-    if not path.exists():
-        return None
-    try:
-        return decode_index(path.read_bytes())
-    except DAMAGE as error:
-        logger.warning("index cache %s is damaged or out of date (%s); it is built again", path, error)
-        return None
-
-
-def _digest(uri: str) -> str:
-    return hashlib.sha256(uri.encode()).hexdigest()[:8]

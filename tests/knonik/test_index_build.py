@@ -16,7 +16,7 @@ import knonik
 from knonik.columns import load_columns
 from knonik.episodes import CameraTable
 from knonik.index import load_index, publish_index, published_key
-from knonik.index_build import index_path
+from knonik.index_cache import index_path
 from knonik.index_file import decode_index, pack_table, unpack_table
 from knonik.lerobot import Metadata, read_metadata
 from knonik.mp4 import CodecRecord, Mp4Error, PacketTable

@@ -151,9 +151,8 @@ class Planner:
         lanes, parts = self.lanes, self._mixture.parts
         # `inside` asks for anchors whose whole future window lies in the episode; the past is repeated at its start.
         futures = [max((max(offsets) for offsets in windows.values()), default=0) for windows in self._windows]
-        self.horizons = [1 + max(0, future) if edge == "inside" else 1 for future in futures]
-        self.horizon = max(self.horizons)
-        anchors = [part.dataset.anchors(horizon) for part, horizon in zip(parts, self.horizons, strict=True)]
+        horizons = [1 + max(0, future) if edge == "inside" else 1 for future in futures]
+        anchors = [part.dataset.anchors(horizon) for part, horizon in zip(parts, horizons, strict=True)]
         self.num_anchors = sum(map(len, anchors))
         weights = [part.weight or len(own) for part, own in zip(parts, anchors, strict=True)]
         self._slots = Slots(slot_counts(weights) if len(parts) > 1 else [1], seed=seed, lanes=lanes)

@@ -130,6 +130,10 @@ def test_pictures_are_those_of_the_uninterrupted_run(opened: Callable[..., knoni
     with ExitStack() as stack:
         alone = loaders(source, 1, stack, **options)
         whole = [step(alone) for _ in range(12)]
+        for sample in itertools.chain.from_iterable(whole[::4]):
+            part, episode, frame = (int(np.frombuffer(value, np.int64)[0]) for value in sample[2:5])
+            stock = (one, two)[part].frame(episode=episode, camera=CAM0, frame=frame)
+            assert sample[-1] == stock.tobytes()
         for world, number in ((2, 3), (4, 5)):
             ranks = loaders(source, world, stack, **options)
             state = {

@@ -14,6 +14,9 @@ SPECS = [
 ]
 
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+
+
 def names(spec: ColourSpec) -> str:
     return f"{spec.matrix}-{'full' if spec.full_range else 'limited'}"
 
@@ -22,15 +25,16 @@ def tags_of(spec: ColourSpec) -> list[FrameTags]:
     return sorted(spec.tags, key=lambda tags: (tags.pix_fmt, tags.matrix, tags.range))
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("spec", SPECS, ids=names)
-def test_all_colours_equal_swscale(spec: ColourSpec) -> None:
+def test_all_colours_equal_swscale(spec: ColourSpec, device: str) -> None:
     """All 2^24 triples: in each picture every U meets every V, each pair over four of the 256 luma levels."""
     tags, chroma = tags_of(spec)[0], np.arange(256, dtype=np.uint8)
     pairs = np.concatenate([chroma.repeat(256), np.tile(chroma, 256)])
     for first in range(0, 256, 4):
         luma = np.tile(np.array([[first, first + 1], [first + 2, first + 3]], np.uint8), (256, 256))
         planes = np.concatenate([luma.reshape(-1), pairs])
-        ours = to_rgb(torch.from_numpy(planes), 512, 512, spec).numpy()
+        ours = to_rgb(torch.from_numpy(planes).to(device), 512, 512, spec).cpu().numpy()
         np.testing.assert_array_equal(ours, swscale_rgb(planes, 512, 512, tags))
 
 

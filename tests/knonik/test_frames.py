@@ -14,13 +14,14 @@ import torch
 from PIL import Image
 
 import knonik
+from knonik import frames
 from knonik.colour import Planes
 from knonik.depth import codes, millimetres
 from knonik.encode import encode_mp4
 from knonik.episodes import DepthSpec
 from knonik.frames import FrameReader, StoredPackets, frame_reader
 from knonik.images import ImageError
-from knonik.video import DecodeError, read_container
+from knonik.video import DecodeError, FrameTags, read_container, swscale_rgb
 
 CAMERA = "observation.images.cam0"
 
@@ -111,13 +112,33 @@ def _one(dataset: knonik.Dataset) -> tuple[str, list[int]]:
 def test_a_file_tagged_otherwise_is_an_error_under_planes(make_set: Any, tmp_path: Path) -> None:
     folder = copied(make_set([3, 3], cameras=1, version="v2.1"), tmp_path / "set")
     video = folder / "videos/chunk-000" / CAMERA / "episode_000001.mp4"
-    frames = np.full((3, 32, 48, 3), 90, np.uint8)
-    encode_mp4(video, frames, fps=10, codec="h264", matrix="bt709")
+    encode_mp4(video, np.full((3, 32, 48, 3), 90, np.uint8), fps=10, codec="h264", matrix="bt709")
     with knonik.open(folder, cache_dir=tmp_path / "cache") as dataset:
         reader = frame_reader(dataset, CAMERA, packets=StoredPackets(dataset), transport="yuv420p")
         read(reader, dataset.locate(0, CAMERA, 0)[0], [0])
         with pytest.raises(DecodeError, match=r"episode_000001.*colour matrix 1 and range 1.*transport='rgb24'"):
             read(reader, dataset.locate(1, CAMERA, 0)[0], [0])
+
+
+def test_another_swscale_is_noticed(
+    make_set: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other processors run other code in libswscale, which may round in another way."""
+
+    def rounding_up(planes: np.ndarray, height: int, width: int, tags: FrameTags) -> np.ndarray:
+        rgb = swscale_rgb(planes, height, width, tags)
+        rgb[7, 9] += 1
+        return rgb
+
+    monkeypatch.setattr(frames, "swscale_rgb", rounding_up)
+    frames._as_swscale.cache_clear()
+    try:
+        with knonik.open(make_set([3], cameras=1), cache_dir=tmp_path) as dataset, caplog.at_level(logging.WARNING):
+            reader = frame_reader(dataset, CAMERA, packets=StoredPackets(dataset), transport="yuv420p")
+    finally:
+        frames._as_swscale.cache_clear()
+    assert reader.colour is None
+    assert "libswscale of this machine" in caplog.text
 
 
 def test_unknown_transport_and_camera(make_set: Any, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ class Spoil:
 
 @dataclass
 class Seen:
-    """One request: method, path with query, Range, credential id, and when (s) it came and was answered."""
+    """One request: method, path with query, Range, credential id, when (s) it came, and what was done to it."""
 
     method: str
     path: str
@@ -35,7 +35,6 @@ class Seen:
     signature: str
     came_s: float
     spoiled: Spoil | None
-    answered_s: float = 0.0
 
 
 @dataclass
@@ -91,7 +90,6 @@ def _handler(proxy: Proxy, origin: str) -> type[BaseHTTPRequestHandler]:
                 seen.spoiled = proxy.choose(len(proxy.seen), seen)
                 proxy.seen.append(seen)
             self._answer(seen.spoiled)
-            seen.answered_s = monotonic()
 
         do_HEAD = do_PUT = do_GET
 

@@ -1,10 +1,12 @@
 """A store behind a server that misbehaves: right bytes or a telling error, and no more requests than needed."""
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ from knonik.transport import Policy
 
 SMALL = bytes(i * 7 % 253 for i in range(60_000))
 LARGE = bytes(range(256)) * 2000  # half a MB
-QUICK = Policy(backoff_s=0.001, backoff_cap_s=0.01, stall_s=0.5)
+# No second requests: how many there are would depend on the machine's load. A slow server is not a silent one either.
+QUICK = Policy(backoff_s=0.001, backoff_cap_s=0.01, stall_s=30, hedge_share=0)
+SILENCE_S = 4.0
 Spoil = Callable[..., Any]  # the class of conftest.py, which only fixtures can hand out
 FILES = {"set/a.bin": SMALL, "set/big.bin": LARGE}
 
@@ -48,11 +52,11 @@ def test_one_in_twenty_throttled(store: S3Store, proxy: Any, spoil: Spoil) -> No
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(read, range(60)))
-    refused = [seen for seen in proxy.seen if seen.spoiled]
+    refused = [seen for seen in proxy.gets() if seen.spoiled]
     gauges = store.gauges()
     assert (gauges["gets"], gauges["get_bytes"], gauges["failed"], gauges["in_flight"]) == (60, 600_000, 0, 0)
     assert gauges["throttled"] == gauges["retries"] == len(refused) >= 3
-    assert len(proxy.gets()) == 60 + len(refused) + gauges["hedges"]
+    assert len(proxy.gets()) == 60 + len(refused)
 
 
 def test_retry_after(store: S3Store, proxy: Any, spoil: Spoil) -> None:
@@ -60,7 +64,7 @@ def test_retry_after(store: S3Store, proxy: Any, spoil: Spoil) -> None:
     proxy.spoil_first(wait, wait)
     assert store.read_range("a.bin", 5, 100) == SMALL[5:105]
     first, second, third = proxy.gets()
-    assert third.came_s - second.answered_s >= 0.99  # the first answer's header is not visible to the fast client
+    assert third.came_s - second.came_s >= 0.99  # the first answer's header is not visible to the fast client
     assert first.range == second.range == third.range == "bytes=5-104"
     assert counts(store) == {"throttled": 2, "retries": 2}
 
@@ -71,9 +75,9 @@ def test_throttled_listing(store: S3Store, proxy: Any, spoil: Spoil) -> None:
     assert len(proxy.seen) == 3
 
 
-@pytest.mark.parametrize("kind", ["short", "stall"])
-def test_half_a_body_is_gone_on_with(store: S3Store, proxy: Any, spoil: Spoil, kind: str) -> None:
-    proxy.spoil_first(spoil(kind), spoil(kind))
+def test_half_a_body_is_gone_on_with(bucket: tuple[str, Any], proxy: Any, spoil: Spoil) -> None:
+    store = S3Store(bucket[0], "set", policy=replace(QUICK, stall_s=SILENCE_S))
+    proxy.spoil_first(spoil("stall"), spoil("short"))
     assert store.read_range("big.bin", 1000, 500_000) == LARGE[1000:501_000]
     starts = [int(seen.range.partition("=")[2].partition("-")[0]) for seen in proxy.gets()]
     # At most one 64 KiB part of each half is asked for again.
@@ -81,16 +85,25 @@ def test_half_a_body_is_gone_on_with(store: S3Store, proxy: Any, spoil: Spoil, k
     assert 251_000 - 65_536 <= starts[1] <= 251_000 < starts[2]
     assert proxy.body_bytes <= 500_000 + 2 * 65_536
     assert counts(store) == {"resumed": 2}
-    proxy.spoil_first(spoil(kind))
+    proxy.spoil_first(spoil("short"))
     assert store.read("big.bin") == LARGE
+    store.close()
 
 
-@pytest.mark.parametrize("kind", ["reset", "mute"])
-def test_no_answer(store: S3Store, proxy: Any, spoil: Spoil, kind: str) -> None:
-    proxy.spoil_first(spoil(kind), spoil(kind))
+def test_resets(store: S3Store, proxy: Any, spoil: Spoil) -> None:
+    proxy.spoil_first(spoil("reset"), spoil("reset"))
     assert store.read_range("a.bin", 0, 60_000) == SMALL
     assert len(proxy.gets()) == 3
     assert counts(store) == {"retries": 2}
+
+
+def test_no_answer(bucket: tuple[str, Any], proxy: Any, spoil: Spoil) -> None:
+    store = S3Store(bucket[0], "set", policy=replace(QUICK, stall_s=SILENCE_S))
+    proxy.spoil_first(spoil("mute"))
+    assert store.read_range("a.bin", 0, 60_000) == SMALL
+    assert len(proxy.gets()) == 2
+    assert counts(store) == {"retries": 1}
+    store.close()
 
 
 def test_server_errors_and_giving_up(store: S3Store, proxy: Any, spoil: Spoil) -> None:
@@ -105,14 +118,14 @@ def test_server_errors_and_giving_up(store: S3Store, proxy: Any, spoil: Spoil) -
 
 
 def test_a_silent_request_is_sent_twice(bucket: tuple[str, Any], proxy: Any, spoil: Spoil) -> None:
-    store = S3Store(bucket[0], "set", policy=Policy(stall_s=60, hedge_share=1))
-    for i in range(40):
-        store.read_range("a.bin", i, 1000)
-    before = store.gauges()["hedge_wins"]
+    store = S3Store(bucket[0], "set", policy=Policy(stall_s=60))
+    store.read("a.bin")
+    for _ in range(32):
+        store._transport._patience.record(1000, 0.001)
     proxy.spoil_first(spoil("mute"))
-    assert store.read_range("a.bin", 77, 1000) == SMALL[77:1077]
+    assert store.read_range("a.bin", 77, 1000) == SMALL[77:1077]  # without a second request only after a minute
     assert [seen.range for seen in proxy.gets()] == ["bytes=77-1076"] * 2
-    assert store.gauges()["hedge_wins"] == before + 1
+    assert store.gauges()["hedges"] == 1
     proxy.released.set()
     store.close()
 
@@ -240,6 +253,7 @@ def test_a_listing_is_one_request_for_all_files(store: S3Store, proxy: Any) -> N
     objects = store.objects("")
     for key, info in objects.items():
         with store.open(key, info) as file:
-            assert len(file.read()) == info.size
+            file.seek(-10, os.SEEK_END)
+            assert len(file.read()) == 10
     assert [seen.method for seen in proxy.seen if "list-type" in seen.path] == ["GET"]
     assert {seen.method for seen in proxy.seen} == {"GET"}  # no HEAD: size and version came with the listing

@@ -5,6 +5,7 @@ building takes the memory of a few pieces whatever the size of the dataset. Arra
 episode-table order, and are kept apart by the versions of the data objects they were made from.
 """
 
+import ctypes
 import hashlib
 import json
 import logging
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _REMOTE_BYTES = 512 << 20  # of data objects read at once from a store, at most: bounds memory, hides latency
 _REMOTE_READERS = 32
+_LARGE_BYTES = 16 << 20  # a data file after which it is worth giving memory back
 _CONNECTIONS = 16
 _RECORD = "objects.json"
 
@@ -149,6 +151,8 @@ def _build(store: Store, episodes: EpisodeTable, names: Sequence[str], place: Pa
                     begin += len(next(iter(values.values())))
         except MetadataError as error:
             raise MetadataError(f"{error} [{rows.describe()}]") from error
+        if info.size >= _LARGE_BYTES:
+            _give_back_memory()
 
     def put(key: str, rows: RowMap, begin: int, values: dict[str, NDArray[Any]]) -> None:
         if "episode_index" in values:
@@ -190,7 +194,18 @@ def _build(store: Store, episodes: EpisodeTable, names: Sequence[str], place: Pa
     ):
         for _ in pool.map(guarded, range(len(episodes.data_keys))):
             pass
+    _give_back_memory()
+
+
+def _give_back_memory() -> None:
+    """Return freed memory to the system.
+
+    A long footer is parsed to a million small pieces; glibc keeps them when they are freed, some 10 MB for every file.
+    """
     pa.default_memory_pool().release_unused()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have no such call, and no such need
+    if trim is not None:
+        trim(0)
 
 
 def _readers(store: Store, listed: dict[str, ObjectInfo]) -> int:

@@ -85,7 +85,9 @@ def open_projection(
             numbers = _leaf_numbers(file.schema_arrow)
             if path is None:
                 source.fetch(_chunks(file.metadata, {i for name in wanted for i in numbers[name]}), pool)
-            paths = {name: [file.schema.column(i).path for i in numbers[name]] for name in wanted}
+            # Not by `file.schema`: that refers to the footer which refers to it, so neither would be freed in time.
+            first = file.metadata.row_group(0) if file.metadata.num_row_groups else None
+            paths = {name: [first.column(i).path_in_schema for i in numbers[name]] if first else [] for name in wanted}
             yield Projection(file, key, wanted, paths)
     except pa.ArrowException as error:
         raise MetadataError(f"{key}: not a readable Parquet file ({error})") from error

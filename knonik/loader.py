@@ -174,6 +174,7 @@ class Loader:
         self._ring_batches = ring_batches or min(
             max(_RING_BYTES // max(1, batch_bytes), *_RING_BATCHES[:1]), _RING_BATCHES[1]
         )
+        self._batch_bytes, self._hold_bytes = batch_bytes, hold_bytes
         self._holds = self._planner.reuse_batches > 1 and not decoded_bytes
         # Samples that wait for their turn, and those of the batches decoded just now.
         held = (self._planner.held_samples + 2 * batch_size) * batch_bytes // batch_size
@@ -272,7 +273,9 @@ class Loader:
         Names end in `_bytes` or `_s` where the value is no count. Without running threads only some are there.
         """
         running = self._pipeline.gauges() if self._pipeline is not None else {}
-        return {**running, **self._bad_samples.gauges()}
+        limits = {"hold_limit_bytes": self._hold_bytes} if self._holds else {}
+        limits |= {"decoded_limit_bytes": self._decoded_bytes} if self._decoded_bytes else {}
+        return {**running, **limits, **self._bad_samples.gauges()}
 
     def close(self) -> None:
         """Join all threads and let go of the columns; the dataset stays open."""
@@ -301,7 +304,7 @@ class Loader:
                 **self._transport_options,
             )
             finish = _Finish(self._gather, self._specs, self._transform)
-            local = all(dataset.store.local_path("meta/info.json") is not None for dataset, _ in self._parts)
+            local = all(dataset.store.is_local for dataset, _ in self._parts)
             self._pipeline = Pipeline(
                 self._planner,
                 self._pictures(parts),
@@ -310,6 +313,7 @@ class Loader:
                 buffers=BufferPool(keep=(self._ring_batches + 1) * len(self._specs), pin_memory=self._pin_memory),
                 finish=finish.batch,
                 transform=finish.pinned if self._pin_memory else finish.inputs,
+                batch_bytes=self._batch_bytes,
                 bad_samples=self._bad_samples,
                 decode_threads=self._threads,
                 ring_batches=self._ring_batches,

@@ -87,6 +87,7 @@ class Pipeline:
         buffers: where the batches' memory comes from.
         finish: turns a plan and its images [B, T, *shape] into a batch.
         transform: last step of a batch.
+        batch_bytes: pictures of a batch.
         bad_samples: what to do about samples that cannot be made.
         lookahead_batches: batches planned and announced beyond those in the ring, at most.
     """
@@ -101,6 +102,7 @@ class Pipeline:
         buffers: BufferPool,
         finish: Callable[[BatchPlan, dict[str, torch.Tensor]], Batch],
         transform: Callable[[Batch], Batch],
+        batch_bytes: int,
         bad_samples: BadSamples,
         decode_threads: int,
         ring_batches: int,
@@ -112,7 +114,7 @@ class Pipeline:
         self._bad_samples, self._stages = bad_samples, stages
         self._chunks = decode_threads * _CHUNKS_PER_THREAD
         self._most_ahead = lookahead_batches
-        self._ring = ring_batches
+        self._ring, self._batch_bytes = ring_batches, batch_bytes
         # Shared with the planning thread, under `_turn`.
         self._turn = threading.Condition()
         self._slots = ring_batches
@@ -149,13 +151,16 @@ class Pipeline:
         return item
 
     def gauges(self) -> dict[str, float]:
-        """Batches ready, being made and looked ahead at; the pictures' gauges."""
-        ready = self._ready.qsize()
+        """Batches ready, being made and looked ahead at, bytes of the ring; gauges of buffers and pictures."""
+        ready, taken = self._ready.qsize(), self._ring - self._slots
         return {
             "ring_batches": self._ring,
             "ring_ready": ready,
-            "ring_making": max(0, self._ring - self._slots - ready),
+            "ring_making": max(0, taken - ready),
+            "ring_bytes": taken * self._batch_bytes,
+            "ring_limit_bytes": self._ring * self._batch_bytes,
             "lookahead_batches": len(self._announced) + len(self._planned),
+            **self._buffers.gauges(),
             **self._pictures.gauges(),
         }
 

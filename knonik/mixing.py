@@ -1,11 +1,13 @@
 """How well an order mixes, measured on the samples it gives: an order of blocks is reported as what it is."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from knonik.plan import Planner
+if TYPE_CHECKING:
+    from knonik.plan import Planner
 
 _STRETCHES = 32  # places of the epoch that are looked at
 
@@ -27,8 +29,15 @@ class Mixing:
     held_samples: int
     reuse_batches: int
 
+    def __str__(self) -> str:
+        return (
+            f"{self.episodes_per_batch:.1f} episodes in a batch ({self.episodes_per_batch_random:.1f} at random), "
+            f"lane neighbours {self.distance:.0f} rows apart ({self.distance_random:.0f} at random), GOPs used over "
+            f"{self.reuse_batches} batches, up to {self.held_samples} samples held"
+        )
 
-def measure_mixing(planner: Planner, seed: int = 0) -> Mixing:
+
+def measure_mixing(planner: "Planner", seed: int = 0) -> Mixing:
     """Look at samples in 32 places spread over the first epoch; reads nothing but the order.
 
     Args:

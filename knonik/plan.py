@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from knonik.dataset import Dataset
 from knonik.endless import ORDERS, EndlessOrder
+from knonik.mixing import measure_mixing
 from knonik.mixture import Mixture, Part, Slots, slot_counts
 from knonik.order import mix64
 from knonik.select import digest_arrays
@@ -134,6 +135,8 @@ class Planner:
         nothing = np.zeros(0, np.int64)
         self._block: tuple[Int64Array, ...] = (nothing, nothing, nothing, nothing)
         self._block_begin = 0
+        if order == "blocks" and logger.isEnabledFor(logging.INFO):
+            logger.info("order blocks with block_window=%d: %s", block_window, measure_mixing(self))
 
     def _check_cameras(self) -> None:
         known = self._mixture.cameras + self._mixture.depth_cameras

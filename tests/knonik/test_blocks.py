@@ -209,6 +209,14 @@ def test_mixing_is_reported_as_seen(dataset: knonik.Dataset) -> None:
     assert stored.distance == 1
 
 
+def test_blocks_say_at_the_start_what_they_are(dataset: knonik.Dataset, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="knonik"):
+        planner(dataset, world_size=3)
+    assert "order blocks with block_window=24:" in caplog.text
+    assert "episodes in a batch" in caplog.text
+    assert "3 ranks do not divide lanes=4" in caplog.text
+
+
 def test_stored_order_and_blocks_exclude_each_other(dataset: knonik.Dataset) -> None:
     with pytest.raises(ValueError, match="needs shuffle=True"):
         planner(dataset, shuffle=False)

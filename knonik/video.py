@@ -190,11 +190,11 @@ def _tags(frame: Any) -> FrameTags:
     return FrameTags(pix_fmt=frame.format.name, matrix=int(frame.colorspace), range=int(frame.color_range))
 
 
-def _plane(frame: Any, number: int, dtype: Any, *shape: int) -> NDArray[Any]:
+def _plane(frame: Any, number: int, dtype: Any, height: int, *row: int) -> NDArray[Any]:
     """A view of a plane's pixels without the padding of its rows; `to_ndarray` would copy them once more."""
     plane, item = frame.planes[number], np.dtype(dtype).itemsize
-    strides = (plane.line_size, *(item * int(np.prod(shape[i + 1 :])) for i in range(1, len(shape))))
-    return np.ndarray(shape, dtype, plane, strides=strides)
+    inner = (item,) if len(row) == 1 else (row[1] * item, item)
+    return np.ndarray((height, *row), dtype, plane, strides=(plane.line_size, *inner))
 
 
 def _write(frame: Any, array: NDArray[Any], pixels: NDArray[Any]) -> None:

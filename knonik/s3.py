@@ -259,9 +259,11 @@ def _connect(bucket: str, stall_s: float, region: str | None) -> _Link:
     }
     if bundle := os.environ.get("AWS_CA_BUNDLE"):
         transfer["root_certificate"] = Path(bundle).read_bytes()
+    endpoint = f"{address.scheme}://{host}" + ("" if virtual else address.path[: -len(f"/{bucket}/k")])
     store = Bytes(
         bucket,
-        endpoint=f"{address.scheme}://{host}" + ("" if virtual else address.path[: -len(f"/{bucket}/k")]),
+        endpoint=endpoint,
+        aws_endpoint_url_s3=endpoint,  # the variable of this name would win over `endpoint`
         region=region,
         virtual_hosted_style_request=virtual,
         skip_signature=credentials is None,

@@ -28,6 +28,7 @@ def endpoint(bucket: str) -> tuple[str, bool]:
     link = knonik.s3._connect(bucket, 10.0, None)
     config = link.store.config
     link.client.close()
+    assert config["endpoint_url_s3"] == config["endpoint"]  # or the environment would decide for obstore
     return config["endpoint"], str(config["virtual_hosted_style_request"]).lower() == "true"
 
 

@@ -4,7 +4,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +15,7 @@ from knonik.columns import columns_folder, load_columns
 from knonik.episodes import EpisodeTable
 from knonik.lerobot import MetadataError, read_metadata
 from knonik.statistics import cached_statistics
-from knonik.store import ObjectChanged, open_store
+from knonik.store import LocalStore, ObjectChanged, open_store
 
 LENGTH = np.array([3, 2, 4])
 
@@ -185,3 +185,29 @@ def test_real_rows_are_the_parquet_rows(shared_data: Path, tmp_path: Path) -> No
         rows = [row for path in paths for row in pq.read_table(path, columns=["action"]).column("action").to_pylist()]
         np.testing.assert_array_equal(columns["action"], np.array(rows, np.float32))
         assert columns["task_index"].shape == (len(rows), 1)
+
+
+def test_a_store_without_paths_gives_the_same_in_one_read_a_file(tmp_path: Path) -> None:
+    class Remote(LocalStore):
+        is_local = False
+        reads: ClassVar[list[str]] = []
+
+        def local_path(self, key: str) -> Path | None:
+            return None
+
+        def size(self, key: str) -> int:
+            raise AssertionError("sizes are known from the listing")
+
+        def read_range(self, key: str, offset: int, length: int, *, version: str | None = None) -> bytes:
+            self.reads.append(f"{key} {version}")
+            return super().read_range(key, offset, length, version=version)
+
+    store = Remote(_write(tmp_path))
+    found = store.objects("data")
+    table = replace(_table(), data_info=tuple(found[key] for key in _table().data_keys))
+    names = ["fixed", "list", "nested", "scalar", "half", "flag", "small"]
+    columns = load_columns(store, table, names, tmp_path / "remote")
+    for name, values in load_columns(LocalStore(tmp_path), _table(), names, tmp_path / "local").items():
+        np.testing.assert_array_equal(columns[name], values)
+        assert columns[name].dtype == values.dtype
+    assert sorted(store.reads) == [f"{key} {found[key].version}" for key in sorted(found)]

@@ -62,7 +62,7 @@ def make_set(tmp_path_factory: pytest.TempPathFactory) -> MakeSet:
 
 
 class RemoteStore(LocalStore):
-    """A folder that passes for a distant store: notes every range read and its thread, can hold reads up and let them fail.
+    """A folder that passes for a distant store: notes reads and their threads, can hold them up or let them fail.
 
     gate: cleared, reads that have begun wait. begun: one release for each read that has begun. broken: (key, byte) that
     cannot be read.

@@ -47,6 +47,8 @@ def check_dataset(dataset: Dataset, columns: Sequence[str] | None = None) -> Fin
         _columns(dataset, columns, found)
         _texts(dataset, found)
     dataset.index.wait()
+    damaged = dataset.index.errors
+    found.problems.extend(str(damaged[key]) for key in sorted(damaged))
     for camera in (*dataset.cameras, *dataset.depth_cameras):
         _camera(dataset, camera, found)
     return found
@@ -141,7 +143,8 @@ def _camera(dataset: Dataset, camera: str, found: Findings) -> None:
         shape = dataset.frame(episode=episode, camera=camera, frame=int(dataset.episodes.length[0]) // 2).shape
         found.facts[f"{camera} frames"] = f"{shape[0]}x{shape[1]}, {table.kind}"
     except (ValueError, RuntimeError, OSError) as error:
-        found.problems.append(f"{camera}: {error}")
+        if str(error) not in found.problems:
+            found.problems.append(f"{camera}: {error}")
 
 
 def _times(dataset: Dataset, camera: str, found: Findings) -> None:
@@ -168,11 +171,9 @@ def _videos(dataset: Dataset, camera: str, found: Findings) -> None:
     codecs: set[str] = set()
     sizes = dataset.store.sizes("videos") | dataset.store.sizes("video")
     for key in dataset.episodes.cameras[camera].keys:
-        try:
-            index = dataset.index.object(key)
-        except (ValueError, OSError, KeyError) as error:
-            found.problems.append(f"{camera}: {error}")
-            continue
+        if key in dataset.index.errors:
+            continue  # told already
+        index = dataset.index.object(key)
         codecs.add(index.codec.name)
         frames, size = frames + len(index), size + sizes.get(key, 0)
         longest = max(longest, int(np.diff(np.append(index.first_frames, len(index))).max(initial=0)))

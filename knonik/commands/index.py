@@ -35,6 +35,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         counted = dataset.store.gauges()
         return {
             "uri": dataset.uri,
+            "ok": not dataset.index.errors,
+            "damaged": {key: str(error) for key, error in sorted(dataset.index.errors.items())},
             "version": dataset.version,
             "fingerprint": dataset.fingerprint,
             "episodes": len(dataset.episodes),
@@ -58,6 +60,7 @@ def text(result: dict[str, Any]) -> str:
         *([f"depth cameras: {', '.join(result['depth_cameras'])}"] if result["depth_cameras"] else []),
         *([f"columns mapped: {', '.join(result['columns'])}"] if result["columns"] else []),
         f"{result['seconds']:.1f} s, {result['gets']:,.0f} reads, {format_size(result['get_bytes'])}",
+        *(f"cannot be used: {key}: {error}" for key, error in result["damaged"].items()),
         f"fingerprint {result['fingerprint']}",
         *([f"published as {result['published']}"] if result["published"] else []),
     ]

@@ -143,6 +143,18 @@ def test_a_recording_that_was_cut_off_is_named(tmp_path: Path, capsys: pytest.Ca
     assert "episodes 1 cannot be read" in result["problems"][0]
 
 
+def test_a_damaged_video_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = written(tmp_path / "set")
+    key = f"videos/chunk-000/{CAMERA}/episode_000001.mp4"
+    (folder / key).write_bytes((folder / key).read_bytes()[:200])
+    code, out = knonik("index", folder, "--json", "--cache-dir", tmp_path / "a", capsys=capsys)
+    assert code == 1
+    assert list(json.loads(out)["damaged"]) == [key]
+    code, result = checked(folder, tmp_path / "b", capsys)
+    assert code == 1
+    assert any(key in problem for problem in result["problems"])
+
+
 def test_no_dataset_is_an_error_for_people_and_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["index", str(tmp_path / "nowhere"), "--json"])

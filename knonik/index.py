@@ -192,7 +192,8 @@ def load_index(
     if (stored := read_index(own)) is not None and stored.fingerprint == metadata.fingerprint:
         changed = builder.adopt(stored)
     if builder.complete:
-        logger.info("video index reused from %s", own)
+        if stored is not None:
+            logger.info("video index reused from %s", own)
     else:
         changed += _search(store, metadata, folder, builder, set(changed))
     if changed:

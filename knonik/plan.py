@@ -180,14 +180,25 @@ class Planner:
         longest = [order.longest_window for order in self._orders]
         span = (max(self._slots.span(number, samples) for number, samples in enumerate(longest)) - 1) * lanes + 1
         self.reuse_batches = (span - 2) // self.global_batch + 2 if span > 1 else 1
-        # A rank has its share of the windows under way in all lanes, and of a lane it shares perhaps one sample more.
-        world_size = self.global_batch // len(self._share)
-        held = -(-sum(longest) * lanes // world_size) + (lanes if lanes % world_size else 0)
-        self.held_samples = held if block_window else 0
+        self.held_samples = self._most_held() if block_window else 0
         digest = hashlib.sha256(b"".join(order.digest() for order in self._orders))
         if len(parts) > 1:
             digest_arrays(digest, self._slots.counts, np.array([lanes]))
         self.digest = digest.hexdigest()[:16]
+
+    def _most_held(self) -> int:
+        """Bound of the samples that wait while GOPs are decoded for `reuse_batches` batches at a time."""
+        batch_size = len(self._share)
+        ahead = (self.reuse_batches - 1) * self.global_batch
+        turn = self._slots.num_slots * self.lanes
+        total = 0
+        for count, order in zip(self._slots.counts.tolist(), self._orders, strict=True):
+            among = ahead if count == self._slots.num_slots else min(ahead, count * self.lanes * (ahead // turn + 2))
+            # The GOPs of the windows under way, in this epoch and in the later ones that the look ahead meets.
+            total += min(among, order.longest_window * self.lanes * (1 + -(-among // len(order))))
+        world_size = self.global_batch // batch_size
+        uneven = self.lanes if self.lanes % world_size else 0  # then ranks share lanes, not always equally
+        return min(-(-total // world_size) + uneven, (self.reuse_batches - 1) * batch_size)
 
     def plan(self, begin: int) -> BatchPlan:
         """This rank's share of the batch that starts at global position `begin`."""

@@ -246,19 +246,28 @@ class Fill:
             self._most_in_flight = max(self._most_in_flight, self._in_flight)
         try:
             body = self._store.read_range(key, offset, length, version=info.version)
-            if self._disk.put(key, info.version, info.size, offset, body):
-                self._residency.arrived(extent)
-            else:
-                self._full = True
             with self._lock:
                 self._failures = 0
                 self._gets += 1
                 self._get_bytes += length
+            self._put(extent, body)
         except OSError as error:
             self._failed(extent, error)
         finally:
             with self._lock:
                 self._in_flight -= length
+
+    def _put(self, extent: Extent, body: bytes) -> None:
+        info = self._objects[extent[0]]
+        try:
+            if self._disk.put(extent[0], info.version, info.size, self._residency.span(extent)[0], body):
+                self._residency.arrived(extent)
+            else:
+                self._full = True
+        except OSError as error:  # the next extent would fare no better, and its GET would be in vain
+            if not self._full:
+                logger.warning("the disk cache in %s takes no more: %s", self._disk.folder, error)
+            self._full = True
 
     def _failed(self, extent: Extent, error: OSError) -> None:
         logger.warning("left out of the disk cache: %s", error)

@@ -143,6 +143,21 @@ def test_what_cannot_be_read_is_left_out(store: Any, cache: DiskCache, caplog: p
     assert "left out of the disk cache: cannot read a bytes 1000-1999" in caplog.text
 
 
+def test_a_disk_that_fails_ends_the_fill(
+    store: Any, cache: DiskCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> bool:
+        raise OSError("the disk is broken")
+
+    monkeypatch.setattr(cache, "put", fail)
+    filling = Filling(store, cache)
+    filling.wait()
+    assert len(store.ranges) == 1
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        f"the disk cache in {cache.folder} takes no more: the disk is broken"
+    ]
+
+
 def test_an_object_that_changed_is_left_out_whole(store: Any, cache: DiskCache) -> None:
     store.error = ObjectChanged
     store.broken.add(("a", 0))

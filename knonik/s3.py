@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from knonik.s3_answers import OtherRegion, answered, broken, in_text
 from knonik.store import Counters, ObjectInfo, ObjectMissing, Store, StoreError, check_range, checked_key
 from knonik.transport import Body, Fault, FaultKind, Policy, Transport
 
@@ -26,24 +26,6 @@ _CONNECT_S = 5.0
 # botocore renews what it holds at least 10 minutes before it expires; obstore asks again 5 minutes before this is over.
 _CREDENTIAL_LIFE = timedelta(minutes=10)
 _CHUNK_BYTES = 64 << 10  # of a body that breaks off at most this much is read twice
-
-_THROTTLED = {"SlowDown", "SlowDownRead", "SlowDownWrite", "Throttling", "ThrottlingException", "TooManyRequests"}
-_THROTTLED |= {"RequestLimitExceeded", "ServiceUnavailable", "503", "429"}
-_EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired", "InvalidToken"}
-_EXPIRED |= {"InvalidAccessKeyId"}  # keys in ~/.aws are rotated too
-_REGION = {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "301"}
-_CHANGED = {"PreconditionFailed", "412"}
-_ABSENT = {"NoSuchKey", "NotFound", "404"}
-# What obstore's errors say of a connection, from the more to the less telling.
-_BROKEN = {
-    "TimedOut": "the server was silent for too long",
-    "kind: Timeout": "the server was silent for too long",
-    "IncompleteBody": "the body broke off",
-    "ConnectionRefused": "connection refused",
-    "ConnectionReset": "connection reset by the server",
-    "IncompleteMessage": "connection closed by the server before it answered",
-    "dns error": "the name of the endpoint cannot be resolved",
-}
 
 
 class S3Store(Store):
@@ -168,7 +150,7 @@ class S3Store(Store):
             raise fault from None
 
     def _renew(self, old: "_Link", fault: Fault) -> None:
-        region = _region_of(old) if isinstance(fault, _OtherRegion) else old.region
+        region = _region_of(old) if isinstance(fault, OtherRegion) else old.region
         with self._lock:
             if self._link is old and not self._closed:  # the first of the callers that failed does it for all
                 logger.info("%s: %s; going on with a new session", self.uri, fault)
@@ -295,10 +277,6 @@ class _Credentials:
         }
 
 
-class _OtherRegion(Fault):
-    """The bucket is in another region than the requests were signed for."""
-
-
 def _region_of(link: _Link) -> str | None:
     """The region of the bucket, from a header that is there even where the look-up is refused."""
     try:
@@ -314,57 +292,16 @@ def _fault(error: Exception, link: _Link) -> Fault:
     answer: dict[str, Any] = getattr(error, "response", None) or {}
     if answer:  # boto3: an answer of the server
         meta, about = answer.get("ResponseMetadata", {}), answer.get("Error", {})
-        retry_after = meta.get("HTTPHeaders", {}).get("retry-after")
-        status = int(meta.get("HTTPStatusCode", 0))
-        return _answered(status, about.get("Code", ""), about.get("Message", ""), link, _seconds(retry_after))
-    text = str(error)
-    if found := re.search(r"non-2xx status code: (\d+)", text):  # obstore: the same, as text
-        return _answered(int(found[1]), _tag(text, "Code"), _tag(text, "Message"), link, None)
-    if "redirect without LOCATION" in text:
-        return _answered(301, "PermanentRedirect", "", link, None)
-    if "non-partial response" in text:
-        return Fault(FaultKind.REFUSED, "the server ignored the Range header and sent the whole object")
-    return _unanswered(error, text)
-
-
-def _answered(status: int, code: str, message: str, link: _Link, retry_after_s: float | None) -> Fault:
-    """An error answer of the server, by its code where it gave one (HEAD answers have no body), else by status."""
-    text = ": ".join(part for part in (f"{status} {code}".strip(), message.strip()[:200]) if part)
-    if code in _THROTTLED or status in (429, 503):
-        return Fault(FaultKind.THROTTLED, text, retry_after_s)
-    if code in _REGION or status == 301:
-        return _OtherRegion(FaultKind.RENEWED, text)
-    if code in _EXPIRED:
-        return Fault(FaultKind.RENEWED, text)
-    if code in _CHANGED or status == 412:
-        return Fault(FaultKind.CHANGED, text)
-    if code == "InvalidRange" or status == 416:
-        return Fault(FaultKind.REFUSED, f"short read: the object ends before the first byte asked for ({text})")
-    if code == "NoSuchBucket":
-        return Fault(
-            FaultKind.REFUSED, f"{text} (no bucket {link.bucket!r} there; see the address and AWS_ENDPOINT_URL)"
+        return answered(
+            int(meta.get("HTTPStatusCode", 0)),
+            about.get("Code", ""),
+            about.get("Message", ""),
+            bucket=link.bucket,
+            signed=not link.anonymous,
+            retry_after=meta.get("HTTPHeaders", {}).get("retry-after"),
         )
-    if code in _ABSENT or status == 404:
-        return Fault(FaultKind.ABSENT, text)
-    if status >= 500 or code in ("RequestTimeout", "InternalError", "IncompleteBody"):
-        return Fault(FaultKind.TRANSIENT, text)
-    if link.anonymous and status in (401, 403):
-        text += " (sent unsigned, as no credentials were found: set AWS_PROFILE or AWS_ACCESS_KEY_ID)"
-    return Fault(FaultKind.REFUSED, text)
-
-
-def _seconds(retry_after: str | None) -> float | None:
-    """Retry-After is a number of seconds or a date."""
-    if not retry_after:
-        return None
-    try:
-        return max(0.0, float(retry_after))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, (parsedate_to_datetime(retry_after) - datetime.now(UTC)).total_seconds())
-    except (ValueError, TypeError):
-        return None
+    text = str(error)
+    return in_text(text, bucket=link.bucket, signed=not link.anonymous) or _unanswered(error, text)
 
 
 def _unanswered(error: Exception, text: str) -> Fault:
@@ -381,11 +318,5 @@ def _unanswered(error: Exception, text: str) -> Fault:
     if isinstance(error, lost):
         return Fault(FaultKind.TRANSIENT, f"{type(error).__name__}: {first}")
     if isinstance(error, GenericError) and "HttpError" in text:
-        words = next((words for mark, words in _BROKEN.items() if mark in text), first.rpartition(" - ")[2])
-        return Fault(FaultKind.TRANSIENT, words)
+        return Fault(FaultKind.TRANSIENT, broken(text))
     return Fault(FaultKind.REFUSED, f"{type(error).__name__}: {first}")
-
-
-def _tag(text: str, name: str) -> str:
-    found = re.search(rf"<{name}>([^<]*)</{name}>", text)
-    return found[1] if found else ""

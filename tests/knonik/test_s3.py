@@ -8,6 +8,8 @@ import pytest
 
 import knonik.s3
 from knonik.s3 import S3Store
+from knonik.s3_answers import answered
+from knonik.s3_answers import seconds as seconds_of
 from knonik.store import StoreError, open_store
 from knonik.transport import Fault, FaultKind
 
@@ -120,7 +122,7 @@ def test_credentials_that_renew_are_asked_for_again_in_time() -> None:
     [("7", 7.0), ("0", 0.0), ("-3", 0.0), (None, None), ("soon", None), ("Thu, 01 Jan 2026 00:00:00 GMT", 0.0)],
 )
 def test_retry_after_is_seconds_or_a_date(header: str | None, seconds: float | None) -> None:
-    assert knonik.s3._seconds(header) == seconds
+    assert seconds_of(header) == seconds
 
 
 @pytest.mark.usefixtures("no_network")
@@ -146,3 +148,32 @@ def test_another_region_is_asked_for_and_used(monkeypatch: pytest.MonkeyPatch) -
         store.read_range("a", 0, 1)
     assert regions == [None, "ap-south-1"]
     store.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind"),
+    [
+        (503, "SlowDown", FaultKind.THROTTLED),
+        (503, "", FaultKind.THROTTLED),
+        (429, "", FaultKind.THROTTLED),
+        (400, "RequestTimeout", FaultKind.TRANSIENT),
+        (500, "InternalError", FaultKind.TRANSIENT),
+        (502, "", FaultKind.TRANSIENT),
+        (400, "ExpiredToken", FaultKind.RENEWED),
+        (403, "ExpiredToken", FaultKind.RENEWED),
+        (301, "", FaultKind.RENEWED),
+        (400, "AuthorizationHeaderMalformed", FaultKind.RENEWED),
+        (412, "", FaultKind.CHANGED),
+        (404, "", FaultKind.ABSENT),
+        (404, "NoSuchKey", FaultKind.ABSENT),
+        (404, "NoSuchBucket", FaultKind.REFUSED),
+        (403, "AccessDenied", FaultKind.REFUSED),
+        (416, "InvalidRange", FaultKind.REFUSED),
+        (400, "", FaultKind.REFUSED),
+    ],
+)
+def test_what_answers_mean(status: int, code: str, kind: FaultKind) -> None:
+    fault = answered(status, code, "why", bucket="robots", signed=True, retry_after=None)
+    assert fault.kind is kind
+    assert str(status) in str(fault)
+    assert "why" in str(fault)

@@ -207,8 +207,13 @@ class PooledSource:
                 break
             if not self._decide(force=False):
                 break
-        if self._fill is not None:
-            self._fill.hold_back(self._transfers.num_queued > 0)
+        if self._fill is not None and self._fill.active:
+            self._fill.hold_back(self._transfers.num_queued > 0 or self._next_lacks_packets())
+
+    def _next_lacks_packets(self) -> bool:
+        """Whether the batch to decode next still waits for a range read."""
+        used = next(iter(self._batches.values()), [])
+        return any(entry.body is None and entry.transfer.error is None for entry in used)
 
     def _decide(self, *, force: bool) -> bool:
         decision = self._pool.decide(force=force, elsewhere=self._on_disk if self._residency is not None else None)

@@ -139,8 +139,8 @@ class Dataset:
 
     @property
     def folder(self) -> Path:
-        """Where files derived from the dataset are kept."""
-        return self._folder
+        """Where files made of its pictures are kept, apart for each `match`: by another rule rows show other frames."""
+        return self._folder if self.match == "time" else self._folder / self.match
 
     def column(self, key: str) -> Column:
         """Read-only mapped values [R, D] of one column over all R rows of the whole dataset; index it with `rows`."""

@@ -141,6 +141,25 @@ def test_another_swscale_is_noticed(
     assert "libswscale of this machine" in caplog.text
 
 
+def test_decoded_pictures_of_one_rule_are_not_given_under_another(make_set: Any, tmp_path: Path) -> None:
+    folder = copied(make_set([8], cameras=1, version="v2.1", gop=4), tmp_path / "set")
+    (data,) = (folder / "data").rglob("*.parquet")
+    table = pq.read_table(data)  # times a step late, as in NVIDIA's GR1 sample
+    late = pa.array([(k + 1) / 10 for k in range(7)] + [0.7], pa.float32())
+    pq.write_table(table.set_column(table.column_names.index("timestamp"), "timestamp", late), data)
+    shown = {}
+    for match in ("time", "index"):
+        with (
+            knonik.open(folder, cache_dir=tmp_path / "cache", match=match) as dataset,
+            knonik.Loader(dataset, batch_size=8, shuffle=False, decoded_bytes=1 << 20) as loader,
+        ):
+            shown[match] = next(iter(loader)).images[CAMERA][:, 0].numpy()
+            for frame in range(8):
+                wanted = dataset.frame(episode=0, camera=CAMERA, frame=frame)
+                np.testing.assert_array_equal(shown[match][frame], wanted)
+    np.testing.assert_array_equal(shown["time"][:7], shown["index"][1:])
+
+
 def test_unknown_transport_and_camera(make_set: Any, tmp_path: Path) -> None:
     with knonik.open(make_set([3], cameras=1), cache_dir=tmp_path) as dataset:
         with pytest.raises(ValueError, match="transport='nv12'"):

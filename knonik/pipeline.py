@@ -265,6 +265,7 @@ class Pipeline:
                         if self._closing.is_set():
                             return
                 self._deliver(work)
+                del work  # while this thread waits, the batch's memory is its receiver's alone
         except BaseException as error:
             self._ready.put(error)
 
@@ -309,6 +310,7 @@ class Pipeline:
             decode.add("busy", time.perf_counter() - taken - waited, items)
             fetch.add("busy", waited, items)
             work.part_done(error)
+            del work, jobs, item  # as above
 
     def _failed(self, work: _Work, job: GopJob, cause: Exception) -> Exception | None:
         """The error to raise; None where bad samples are left out, which are then noted."""

@@ -126,6 +126,23 @@ def test_a_changed_order_is_refused(
         )
 
 
+def test_planes_reach_the_step_as_rgb(dataset: knonik.Dataset, tmp_path: Path) -> None:
+    seen: dict[str, list[torch.Tensor]] = {}
+
+    for transport in ("rgb24", "yuv420p"):
+        images = seen[transport] = []
+
+        def on_device(batch: knonik.Batch, kept: list[torch.Tensor] = images) -> dict[str, torch.Tensor]:
+            kept.append(batch.images["observation.images.cam0"].clone())
+            return {"state": batch.state["observation.state"][:, 0], "position": batch.position}
+
+        data = module(dataset, transport=transport, device_transform=on_device, ring_batches=2)
+        trainer(tmp_path, 2, enable_checkpointing=False).fit(Recorder(), datamodule=data)
+        assert data.gauges()["ring_batches"] == 2  # those of the last loader
+    assert len(seen["rgb24"]) == len(seen["yuv420p"]) == 2
+    assert all(torch.equal(left, right) for left, right in zip(seen["rgb24"], seen["yuv420p"], strict=True))
+
+
 def test_transforms_and_their_places(dataset: knonik.Dataset, tmp_path: Path) -> None:
     def inputs(batch: knonik.Batch) -> dict[str, torch.Tensor]:
         return {"state": batch.state["observation.state"][:, 0]}

@@ -14,6 +14,7 @@ Loaders that are not installed are named as such. For LeRobot give the interpret
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 from dataclasses import dataclass, field
@@ -124,6 +125,8 @@ def main() -> None:
     parser.add_argument("--lerobot-python", help="interpreter of an environment with lerobot")
     parser.add_argument("--json", type=Path, help="write the rows there")
     args = parser.parse_args()
+    # Ended from outside, it still has to end the loaders, most of which are stopped and would stay so.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     wanted = [row for row in ROWS if row.loader in args.only and row.data.split("/")[0] in args.variants]
     with tempfile.TemporaryDirectory(prefix="loaders-") as scratch:
         server = Server.start(args) if any(row.remote for row in wanted) else None

@@ -23,11 +23,11 @@ import numpy as np
 from s3_server import started
 
 from knonik.cache import cache_root
-from knonik.columns import load_columns
-from knonik.index import load_index
-from knonik.lerobot import read_metadata
-from knonik.store import open_store
-from knonik.write import EpisodeData, write_lerobot
+from knonik.columns.arrays import load_columns
+from knonik.index.video_index import load_index
+from knonik.metadata.lerobot import read_metadata
+from knonik.stores.base import open_store
+from knonik.write.lerobot import EpisodeData, write_lerobot
 
 SETS = {"v3.0 joined": ("v3.0", 40), "v2.1 short files": ("v2.1", 40), "v2.1 files of 100": ("v2.1", 100)}
 

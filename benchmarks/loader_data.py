@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from knonik.write import EpisodeData, write_lerobot
+from knonik.write.lerobot import EpisodeData, write_lerobot
 
 HEIGHT, WIDTH, FPS, EPISODES = 480, 640, 5, 60
 CAMERAS = tuple(f"observation.images.image_{number}" for number in range(3))

@@ -23,7 +23,7 @@ import torch
 import torch.multiprocessing as mp
 
 import knonik
-from knonik.write import EpisodeData, write_lerobot
+from knonik.write.lerobot import EpisodeData, write_lerobot
 
 RING = 3
 

@@ -17,7 +17,7 @@ def imports() -> None:
     import numpy  # noqa: F401
     import pyarrow.parquet  # noqa: F401
 
-    import knonik.plan  # noqa: F401
+    import knonik.order.plan  # noqa: F401
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ def _held(spec: dict[str, Any]) -> list[list[_Job]]:
 
 
 def _batches(dataset: Any, spec: dict[str, Any]) -> Iterator[list[_Job]]:
-    from knonik.plan import Planner
+    from knonik.order.plan import Planner
 
     planner = Planner(
         dataset,

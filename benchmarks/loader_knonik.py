@@ -10,7 +10,7 @@ def imports() -> None:
 
     import knonik.dataset
     import knonik.loader
-    import knonik.video  # noqa: F401
+    import knonik.video.decode  # noqa: F401
 
     torch.set_num_threads(1)
 

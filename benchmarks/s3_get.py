@@ -18,8 +18,8 @@ from pathlib import Path
 
 import s3_server
 
-from knonik.s3 import S3Store
-from knonik.transport import Policy
+from knonik.stores.s3 import S3Store
+from knonik.stores.transport import Policy
 
 _OBJECT_BYTES = 32 << 20
 

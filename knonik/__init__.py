@@ -3,21 +3,21 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from knonik.batch import Batch
+    from knonik.batches.batch import Batch
     from knonik.datamodule import DataModule
     from knonik.dataset import Dataset, open
     from knonik.loader import Loader
-    from knonik.mixture import Mixture, Part
+    from knonik.order.mixture import Mixture, Part
 
 __all__ = ["Batch", "DataModule", "Dataset", "Loader", "Mixture", "Part", "open"]
 
 _HOME = {
-    "Batch": "knonik.batch",
+    "Batch": "knonik.batches.batch",
     "DataModule": "knonik.datamodule",
     "Dataset": "knonik.dataset",
     "Loader": "knonik.loader",
-    "Mixture": "knonik.mixture",
-    "Part": "knonik.mixture",
+    "Mixture": "knonik.order.mixture",
+    "Part": "knonik.order.mixture",
     "open": "knonik.dataset",
 }
 

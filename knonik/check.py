@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knonik.dataset import Dataset
-from knonik.episodes import EpisodeTable
-from knonik.stock import TOLERANCE_S
-from knonik.store import Store
+from knonik.index.stock import TOLERANCE_S
+from knonik.metadata.episodes import EpisodeTable
+from knonik.stores.base import Store
 
 _LONG_GOP = 16  # frames; from here on a random frame costs several times a sequential one
 _NUMERIC = ("float", "int", "uint", "bool")

@@ -6,12 +6,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from knonik.batch import Batch
+from knonik.batches.batch import Batch
+from knonik.batches.parts import FramePrefix
 from knonik.dataset import Dataset
 from knonik.loader import Loader, Transform, default_threads
-from knonik.mixture import Mixture
-from knonik.parts import FramePrefix
-from knonik.plan import Offsets
+from knonik.order.mixture import Mixture
+from knonik.order.plan import Offsets
 
 DeviceTransform = Callable[[Batch], dict[str, torch.Tensor]]
 

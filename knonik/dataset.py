@@ -11,21 +11,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knonik.cache import cache_root
-from knonik.columns import Column, load_columns
-from knonik.episodes import EpisodeTable
-from knonik.gop import Gop
-from knonik.index import VideoIndex, load_index
-from knonik.lerobot import Metadata, read_metadata
-from knonik.modality import text_column as resolve_text_column
-from knonik.order import AnchorOrder, Anchors
-from knonik.select import Ranges, common_ranges, find_anchors, read_ranges, split_episodes
-from knonik.statistics import Statistics, cached_statistics
-from knonik.stock import TOLERANCE_S
-from knonik.store import Store, open_store
-from knonik.windows import window_frames
+from knonik.columns.arrays import Column, load_columns
+from knonik.columns.statistics import Statistics, cached_statistics
+from knonik.index.gop import Gop
+from knonik.index.stock import TOLERANCE_S
+from knonik.index.video_index import VideoIndex, load_index
+from knonik.metadata.episodes import EpisodeTable
+from knonik.metadata.lerobot import Metadata, read_metadata
+from knonik.metadata.modality import text_column as resolve_text_column
+from knonik.order.anchors import AnchorOrder, Anchors
+from knonik.order.select import Ranges, common_ranges, find_anchors, read_ranges, split_episodes
+from knonik.order.windows import window_frames
+from knonik.stores.base import Store, open_store
 
 if TYPE_CHECKING:
-    from knonik.frames import FrameReader
+    from knonik.video.frames import FrameReader
 
 
 def open(
@@ -55,7 +55,7 @@ def open(
 
     Raises:
         FileNotFoundError: nothing there.
-        knonik.lerobot.MetadataError: the metadata is damaged or contradicts the files.
+        knonik.metadata.lerobot.MetadataError: the metadata is damaged or contradicts the files.
         KeyError: an episode id or the text column does not exist.
         ValueError: a range is empty or reaches beyond its episode.
     """
@@ -213,7 +213,7 @@ class Dataset:
 
     def _reader(self, camera: str) -> "FrameReader":
         # Imported late: an index can be read where no video library is installed.
-        from knonik.frames import StoredPackets, frame_reader
+        from knonik.video.frames import StoredPackets, frame_reader
 
         if camera not in self._readers:
             self._readers[camera] = frame_reader(self, camera, packets=StoredPackets(self))

@@ -16,19 +16,19 @@ from typing import Any
 
 import torch
 
-from knonik.badsamples import BadSample, BadSamples
-from knonik.batch import Batch
-from knonik.buffers import BufferPool
-from knonik.colour import Planes
+from knonik.batches.bad_samples import BadSample, BadSamples
+from knonik.batches.batch import Batch
+from knonik.batches.buffers import BufferPool
+from knonik.batches.gather import Gather
+from knonik.batches.hold import Hold
+from knonik.batches.parts import Cameras, FramePrefix, OpenPart, PictureSpec, check_decoded, open_parts, picture_specs
+from knonik.batches.pictures import Pictures
+from knonik.batches.pipeline import LoaderError, Pipeline
+from knonik.batches.stages import Stage
 from knonik.dataset import Dataset
-from knonik.gather import Gather
-from knonik.hold import Hold
-from knonik.mixture import Mixture, Part
-from knonik.parts import Cameras, FramePrefix, OpenPart, PictureSpec, check_decoded, open_parts, picture_specs
-from knonik.pictures import Pictures
-from knonik.pipeline import LoaderError, Pipeline
-from knonik.plan import BatchPlan, Offsets, Planner
-from knonik.stages import Stage
+from knonik.order.mixture import Mixture, Part
+from knonik.order.plan import BatchPlan, Offsets, Planner
+from knonik.video.colour import Planes
 
 __all__ = ["Loader", "LoaderError"]
 
@@ -62,7 +62,8 @@ class Loader:
             least 3 and at most 16: small batches need more of them to even out an uneven machine.
         shuffle: False gives the stored order.
         pin_memory: make each batch in page-locked memory, for asynchronous copies to a GPU.
-        order: `exact`: a permutation of all samples. `blocks`: for long GOPs, each decoded once; see `knonik.blocks`.
+        order: `exact`: a permutation of all samples. `blocks`: for long GOPs, each decoded once; see
+            `knonik.order.blocks`.
         block_window, lanes: with `blocks`, samples over which those of a GOP are spread at least, and the number of
             lanes, which the world size should divide.
         transport: `rgb24`: images are uint8 [B, T, H, W, 3]. `yuv420p`: they are `Planes`, half the bytes, which

@@ -20,9 +20,9 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from knonik.dataset import Dataset
-from knonik.frames import FrameReader, StoredPackets, frame_reader
-from knonik.stock import TOLERANCE_S
-from knonik.video import GopDecoder, read_container
+from knonik.index.stock import TOLERANCE_S
+from knonik.video.decode import GopDecoder, read_container
+from knonik.video.frames import FrameReader, StoredPackets, frame_reader
 
 logger = logging.getLogger(__name__)
 
@@ -192,7 +192,7 @@ def _converted(dataset: Dataset, camera: str, reader: FrameReader, pictures: NDA
         return pictures
     import torch
 
-    from knonik.colour import to_rgb
+    from knonik.video.colour import to_rgb
 
     return to_rgb(torch.from_numpy(pictures), *dataset.image_shape(camera), reader.colour).numpy()
 
@@ -202,14 +202,14 @@ def _container(dataset: Dataset, camera: str, key: str) -> tuple[list[bytes], li
     table = dataset.episodes.cameras[camera]
     with _open(dataset, key) as file:
         if table.kind == "image":
-            from knonik.images import decode_image
+            from knonik.video.images import decode_image
 
             column = pq.ParquetFile(file).read(columns=[camera]).column(camera).to_pylist()
             bodies = (value["bytes"] if isinstance(value, dict) else value for value in column)
             return [_digest(decode_image(body)) for body in bodies], []
         pictures: Iterator[tuple[float, NDArray[Any]]]
         if table.depth is not None:
-            from knonik.depth import millimetres
+            from knonik.video.depth import millimetres
 
             scale = millimetres(table.depth)
             pictures = ((at, scale[codes][..., None]) for at, codes in read_container(file, "gray12le"))

@@ -39,11 +39,11 @@ def test_parts_import_neither_each_other_nor_recipes(package: str) -> None:
 @pytest.mark.parametrize(
     ("library", "homes"),
     [
-        ("av", {"knonik/video.py", "knonik/encode.py"}),
-        ("boto3", {"knonik/s3.py"}),
-        ("botocore", {"knonik/s3.py"}),
-        ("obstore", {"knonik/s3.py"}),
-        ("PIL", {"knonik/images.py", "knonik/peek.py"}),
+        ("av", {"knonik/video/decode.py", "knonik/video/encode.py"}),
+        ("boto3", {"knonik/stores/s3.py"}),
+        ("botocore", {"knonik/stores/s3.py"}),
+        ("obstore", {"knonik/stores/s3.py"}),
+        ("PIL", {"knonik/video/images.py", "knonik/peek.py"}),
         ("wandb", set()),
     ],
 )

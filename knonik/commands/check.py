@@ -39,8 +39,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def _why_not(uri: str, error: Exception) -> list[str]:
     """All files that keep a dataset from being opened, where its metadata can be read; else the one error."""
     from knonik.check import data_file_problems
-    from knonik.lerobot import read_metadata
-    from knonik.store import open_store
+    from knonik.metadata.lerobot import read_metadata
+    from knonik.stores.base import open_store
 
     store = open_store(uri)
     try:

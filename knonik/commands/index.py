@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             dataset.columns(keys)
         published = None
         if args.publish:
-            from knonik.index import publish_index
+            from knonik.index.video_index import publish_index
 
             published = str(publish_index(dataset))
         counted = dataset.store.gauges()

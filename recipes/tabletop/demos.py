@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from knonik.write import EpisodeData, write_lerobot
+from knonik.write.lerobot import EpisodeData, write_lerobot
 from recipes.tabletop.expert import Demonstration, demonstrate
 from recipes.tabletop.render import CAMERAS, render
 from recipes.tabletop.world import FPS, draw_layouts, instruction

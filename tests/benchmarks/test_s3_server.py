@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from knonik.s3 import S3Store
-from knonik.store import LocalStore, ObjectChanged, ObjectMissing, StoreError
-from knonik.transport import Policy
+from knonik.stores.base import LocalStore, ObjectChanged, ObjectMissing, StoreError
+from knonik.stores.s3 import S3Store
+from knonik.stores.transport import Policy
 
 SERVER = Path(__file__).resolve().parents[2] / "benchmarks" / "s3_server.py"
 LARGE = bytes(range(256)) * 2000

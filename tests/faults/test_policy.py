@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from knonik.pace import Governor, Patience
-from knonik.store import Counters, ObjectChanged, ObjectMissing, StoreError
-from knonik.transport import Body, Fault, FaultKind, Policy, Transport
+from knonik.stores.base import Counters, ObjectChanged, ObjectMissing, StoreError
+from knonik.stores.pace import Governor, Patience
+from knonik.stores.transport import Body, Fault, FaultKind, Policy, Transport
 
 DATA = bytes(range(200))
 THROTTLED = Fault(FaultKind.THROTTLED, "503 SlowDown")

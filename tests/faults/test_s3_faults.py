@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from knonik.s3 import S3Store
-from knonik.store import ObjectChanged, ObjectMissing, StoreError
-from knonik.transport import Policy
+from knonik.stores.base import ObjectChanged, ObjectMissing, StoreError
+from knonik.stores.s3 import S3Store
+from knonik.stores.transport import Policy
 
 SMALL = bytes(i * 7 % 253 for i in range(60_000))
 LARGE = bytes(range(256)) * 2000  # half a MB

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from knonik.store import LocalStore
-from knonik.write import EpisodeData, write_lerobot
+from knonik.stores.base import LocalStore
+from knonik.write.lerobot import EpisodeData, write_lerobot
 
 MakeSet = Callable[..., Path]
 

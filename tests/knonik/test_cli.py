@@ -11,7 +11,7 @@ import pytest
 
 from knonik.cli import main, make_parser
 from knonik.sizes import format_size, parse_size
-from knonik.write import EpisodeData, write_lerobot
+from knonik.write.lerobot import EpisodeData, write_lerobot
 
 CAMERA = "observation.images.front"
 

@@ -12,11 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 
 import knonik
-from knonik.gop import ObjectIndex
-from knonik.mp4 import read_packets
-from knonik.store import open_store
-from knonik.video import GopDecoder
-from knonik.write import EpisodeData, write_lerobot
+from knonik.index.gop import ObjectIndex
+from knonik.mp4.packets import read_packets
+from knonik.stores.base import open_store
+from knonik.video.decode import GopDecoder
+from knonik.write.lerobot import EpisodeData, write_lerobot
 
 CAM = "observation.images.cam_high"
 TOP = "observation.images.top"

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import knonik
-from knonik.colour import Planes
 from knonik.loader import Loader, LoaderError
-from knonik.mixture import Mixture, Part
-from knonik.video import GopDecoder
+from knonik.order.mixture import Mixture, Part
+from knonik.video.colour import Planes
+from knonik.video.decode import GopDecoder
 
 LENGTHS = (30, 22, 26, 18)
 CAMERAS = ["observation.images.cam0", "observation.images.cam1"]

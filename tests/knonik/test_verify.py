@@ -18,9 +18,9 @@ from PIL import Image
 import knonik
 from knonik.cli import make_parser
 from knonik.commands import verify as command
-from knonik.encode import encode_mp4
-from knonik.index import VideoIndex
+from knonik.index.video_index import VideoIndex
 from knonik.verify import Report, verify
+from knonik.video.encode import encode_mp4
 
 CAMERA = "observation.images.cam0"
 

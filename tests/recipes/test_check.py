@@ -15,7 +15,7 @@ from recipes.run_folder import RunFolder
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from knonik.write import EpisodeData, write_lerobot
+    from knonik.write.lerobot import EpisodeData, write_lerobot
 
     def episodes():
         for length in (9, 24):

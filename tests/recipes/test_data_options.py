@@ -14,7 +14,7 @@ from recipes.schema import Recipe
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from knonik.write import EpisodeData, write_lerobot
+    from knonik.write.lerobot import EpisodeData, write_lerobot
 
     def episodes():
         rng = np.random.default_rng(3)

@@ -1,0 +1,1 @@
+"""From plans to batches: the threads, the memory and what is kept between batches."""

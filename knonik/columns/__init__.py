@@ -1,0 +1,1 @@
+"""Low-dimensional columns: from Parquet into mapped arrays, and their statistics."""

@@ -1,0 +1,1 @@
+"""Bringing compressed packets near the decoder: ahead by plan, within bounds."""

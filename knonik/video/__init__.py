@@ -1,0 +1,1 @@
+"""From compressed pictures to arrays: decoding, colours, depth maps, images, encoding."""

@@ -1,0 +1,1 @@
+"""Writing LeRobot datasets from arrays."""

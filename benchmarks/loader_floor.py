@@ -12,7 +12,7 @@ from typing import Any
 _HELD_SAMPLES = 512  # samples whose packets are kept and decoded again and again
 
 
-def imports() -> None:
+def imports(spec: dict[str, Any]) -> None:
     import av  # noqa: F401
     import numpy  # noqa: F401
     import pyarrow.parquet  # noqa: F401

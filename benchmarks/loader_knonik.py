@@ -4,14 +4,19 @@ from pathlib import Path
 from typing import Any
 
 
-def imports() -> None:
+def imports(spec: dict[str, Any]) -> None:
     import numpy  # noqa: F401
     import torch
 
     import knonik.dataset
     import knonik.loader
-    import knonik.video.decode  # noqa: F401
+    import knonik.video.decode
 
+    if spec["data"].startswith("s3:"):
+        import boto3  # noqa: F401
+        import obstore  # noqa: F401
+
+        import knonik.stores.s3  # noqa: F401
     torch.set_num_threads(1)
 
 

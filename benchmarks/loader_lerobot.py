@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 
-def imports() -> None:
+def imports(spec: dict[str, Any]) -> None:
     import torch
     from lerobot.datasets import lerobot_dataset, streaming_dataset  # noqa: F401
 

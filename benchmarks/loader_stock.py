@@ -25,7 +25,7 @@ _EDGE, _CROP, _JITTER = 256, 0.95, (0.3, 0.4, 0.5, 0.08)
 Slice = tuple[int, NDArray[np.int64]]  # episode, its anchor steps
 
 
-def imports() -> None:
+def imports(spec: dict[str, Any]) -> None:
     import av  # noqa: F401
     import pyarrow.parquet  # noqa: F401
     import torch

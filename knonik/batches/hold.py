@@ -24,7 +24,8 @@ class _Group:
         self.decoding = threading.Lock()  # held by the thread that decodes; others need the same packets
         self.wanted: Counter[int] = Counter()
         self.pictures: dict[int, NDArray[Any]] = {}
-        self.decoded = False
+        self.coming: set[int] = set()  # frames that the decoding under way will add to the pictures
+        self.decoded = False  # or being decoded: what is wanted from now on comes too late for it
 
 
 class Hold:
@@ -50,7 +51,8 @@ class Hold:
             if group is None:
                 group = self._groups[key] = _Group()
             group.wanted.update(numbers)
-            return first or (group.decoded and any(number not in group.pictures for number in numbers))
+            there = group.pictures.keys() | group.coming
+            return first or (group.decoded and any(number not in there for number in numbers))
 
     def take(self, key: Key, numbers: Sequence[int], out: Sequence[NDArray[Any]], decode: Decode) -> None:
         """Write the pictures of frames announced by `expect` into `out`, decoding them and those wanted later."""
@@ -77,16 +79,23 @@ class Hold:
             # What comes out of the same packets and is wanted by later batches is decoded along.
             later = [n for n, count in group.wanted.items() if count > mine[n] and n not in group.pictures]
             self._taken += len(numbers)
+            if now:
+                group.decoded, group.coming = True, set(later)
         if now:
             kept = {number: np.empty_like(out[0]) for number in later}
             extra = [number for number in later if number not in now]
-            decode([*now, *extra], [*now.values(), *(kept[number] for number in extra)])
+            try:
+                decode([*now, *extra], [*now.values(), *(kept[number] for number in extra)])
+            except BaseException:
+                with self._lock:
+                    group.coming = set()
+                raise
             for number, picture in kept.items():
                 if number in now:
                     picture[...] = now[number]
             with self._lock:
-                group.decoded = True
                 group.pictures |= kept
+                group.coming = set()
                 self._decodes += 1
                 self._bytes += sum(picture.nbytes for picture in kept.values())
                 self._peak = max(self._peak, self._bytes)

@@ -22,7 +22,16 @@ _AHEAD_OF_FILL = 8  # batches; what is needed later arrives with the fill, in la
 _FILL_CONNECTIONS = 8
 _PATIENCE_S = 30.0
 _OF_STORE = ("retries", "hedges", "throttled", "resumed", "failed", "in_flight")
-_COUNTED = ("done_gets", "done_get_bytes", "pool_hits", "pool_misses", "disk_hits", "forced_decisions", "waits")
+_COUNTED = (
+    "done_gets",
+    "done_get_bytes",
+    "pool_hits",
+    "pool_misses",
+    "disk_hits",
+    "forced_decisions",
+    "waits",
+    "out_of_turn",
+)
 
 
 class PooledSource:
@@ -253,7 +262,10 @@ class PooledSource:
         while True:
             if live := self._live.get(unit):
                 # One that is there, else one on its way, else one that failed and says why.
-                return min(live, key=lambda entry: (entry.body is None, entry.transfer.error is not None))
+                best = min(live, key=lambda entry: (entry.body is None, entry.transfer.error is not None))
+                # A range of a later batch may wait for the room of the very batch that this unit did not fit into.
+                if best.body is not None or best.transfer.started or unit not in self._read_aside:
+                    return best
             if unit in self._read_aside or unit not in self._undecided:
                 return None
             if not self._decide(force=False):
@@ -292,6 +304,7 @@ class PooledSource:
             with self._lock:
                 self._waits_s += time.perf_counter() - begun
                 self._counts["waits"] += 1
+                self._counts["out_of_turn"] += not transfer.ready.is_set()
         if entry.body is not None:
             return entry.body
         if transfer.error is not None and len(transfer.entries) == 1:

@@ -59,6 +59,7 @@ def test_batches_are_those_of_the_local_set(
             assert all(torch.equal(left.images[camera], right.images[camera]) for camera in left.images)
         gauges = theirs.gauges()
     assert store.ranges
+    assert gauges["out_of_turn"] == 0  # nobody waited for bytes that had no room
     assert gauges["ring_bytes"] <= gauges["ring_limit_bytes"] == 2 * 5 * 2 * 32 * 48 * 3
     longest = max(length for _, _, length in store.ranges)
     assert gauges["pool_bytes"] <= options["ram_bytes"] + longest

@@ -48,6 +48,21 @@ def test_a_gop_is_decoded_for_all_batches_at_once() -> None:
     assert hold.expect(KEY, [5])  # forgotten: it would be decoded again
 
 
+def test_what_is_planned_while_its_gop_is_being_decoded_needs_packets() -> None:
+    hold, decode = Hold(), Decoder()
+    hold.expect(KEY, [1])
+    hold.expect(KEY, [4])
+
+    def slow(numbers: Sequence[int], out: Sequence[np.ndarray]) -> None:
+        assert not hold.expect(KEY, [4])  # on its way
+        assert hold.expect(KEY, [6])  # too late for this decoding
+        decode(numbers, out)
+
+    hold.take(KEY, [1], pictures(1), slow)
+    assert [take(hold, numbers, decode) for numbers in ([4], [4], [6])] == [[4], [4], [6]]
+    assert decode.calls == [[1, 4], [6]]
+
+
 def test_what_was_planned_too_late_is_decoded_again() -> None:
     hold, decode = Hold(), Decoder()
     hold.expect(KEY, [1])

@@ -4,6 +4,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import prod
 from typing import Protocol
@@ -100,11 +101,12 @@ class OpenPart:
 
     def close(self) -> None:
         """Stop the source, let go of decoders and files."""
-        self.source.close()
-        for reader in self.readers.values():
-            reader.close()
-        for decoded in self.decoded.values():
-            decoded.close()
+        with ExitStack() as stack:  # one that fails keeps no other from being closed
+            for decoded in self.decoded.values():
+                stack.callback(decoded.close)
+            for reader in self.readers.values():
+                stack.callback(reader.close)
+            stack.callback(self.source.close)
 
 
 def picture_specs(
@@ -189,12 +191,13 @@ def open_parts(
                     cameras=sorted(set(cameras.values())),
                 )
             )
-            readers = {
-                camera: frame_reader(dataset, key, packets=source, transport=transport, decoder=decoder)
-                for camera, key in cameras.items()
-            }
-            decoded = _decoded(dataset, cameras, specs, transport, prefix, decoded_limit) if decoded_limit else {}
+            readers: dict[str, FrameReader] = {}
+            decoded: dict[str, DecodedFrames] = {}
             opened.append(OpenPart(dataset=dataset, source=source, readers=readers, decoded=decoded))
+            for camera, key in cameras.items():
+                readers[camera] = frame_reader(dataset, key, packets=source, transport=transport, decoder=decoder)
+            if decoded_limit:
+                decoded |= _decoded(dataset, cameras, specs, transport, prefix, decoded_limit)
     except BaseException:
         for part in opened:
             part.close()

@@ -106,8 +106,13 @@ class Pictures:
                 total[name] = total.get(name, 0.0) + value
         return total | (self._hold.gauges() if self._hold is not None else {})
 
+    def stop(self) -> None:
+        """Stop the sources: waits for packets end with an error. Decoders and files stay for threads still at work."""
+        for part in self._parts:
+            part.source.close()
+
     def close(self) -> None:
-        """Stop the sources; reads under way end with an error."""
+        """Let go of everything, when no thread writes pictures any more."""
         for part in self._parts:
             part.close()
 

@@ -128,6 +128,7 @@ class Pipeline:
         self._failure: Exception | None = None
         self._jobs: queue.SimpleQueue[tuple[_Work, list[GopJob]] | None] = queue.SimpleQueue()
         self._making: queue.SimpleQueue[_Work | BaseException | None] = queue.SimpleQueue()
+        self._waits_for: _Work | None = None  # what the assembling thread waits for
         self._ready: queue.SimpleQueue[Batch | BaseException] = queue.SimpleQueue()
         # Daemons, so that an interpreter that ends with a loader still open is not held up; `close` joins them.
         self._decoders = [
@@ -173,12 +174,15 @@ class Pipeline:
         self._closing.set()
         with self._turn:
             self._turn.notify()
-        self._pictures.close()  # ends the waits for packets
+        self._pictures.stop()  # ends the waits for packets
         for _ in self._decoders:
             self._jobs.put(None)
         self._making.put(None)
+        if (work := self._waits_for) is not None:
+            work.done.set()
         for thread in self._threads:
             thread.join()
+        self._pictures.close()  # now: a thread at work may be using any of its files
         self._buffers.close()
         self._ready.put(LoaderError("the loader was closed"))
 
@@ -260,10 +264,14 @@ class Pipeline:
                     return
                 if isinstance(work, BaseException):
                     raise work
-                with self._stages["assemble"].measure("starved"):
-                    while not work.done.wait(timeout=1.0):
-                        if self._closing.is_set():
-                            return
+                # Noted before `_closing` is looked at, and `close` looks after setting it: one of them sees the other.
+                self._waits_for = work
+                if not self._closing.is_set():
+                    with self._stages["assemble"].measure("starved"):
+                        work.done.wait()
+                self._waits_for = None
+                if self._closing.is_set():
+                    return
                 self._deliver(work)
                 del work  # while this thread waits, the batch's memory is its receiver's alone
         except BaseException as error:

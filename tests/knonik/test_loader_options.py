@@ -2,6 +2,7 @@
 
 import itertools
 import shutil
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -199,3 +200,20 @@ def test_a_mixture_fills_missing_cameras_with_black(make_set, dataset: knonik.Da
 def test_refusals(dataset: knonik.Dataset, options: Mapping[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Loader(dataset, **{"batch_size": 4, **options})
+
+
+def test_a_loader_that_cannot_start_leaves_no_threads(
+    make_set, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote_store
+) -> None:
+    root = make_set((8, 6), cameras=1)
+    dataset = knonik.open(root, cache_dir=tmp_path / "cache")
+    dataset.store = remote_store(root)
+
+    def full(*args: Any, **options: Any) -> Any:
+        raise OSError(28, "no space left")
+
+    monkeypatch.setattr("knonik.batches.parts.open_decoded", full)
+    with Loader(dataset, batch_size=4, decoded_bytes=1 << 30, disk_bytes=0) as loader:
+        with pytest.raises(OSError, match="no space left"):
+            next(loader)
+        assert [thread.name for thread in threading.enumerate() if thread.name.startswith("knonik-fetch")] == []

@@ -220,13 +220,25 @@ class Dataset:
         return self._readers[camera]
 
     def image_shape(self, camera: str) -> tuple[int, int]:
-        """(height, width) of a camera's pictures, from the first of them."""
+        """(height, width) of a camera's pictures, from the first of them that can be used."""
         if self.episodes.cameras[camera].kind == "image":
             height, width, _ = self._reader(camera).spec.shape
             return height, width
-        key, number = self.index.locate(int(self.episodes.ids[0]), camera, 0)
-        codec = self.index.gop(key, number).codec
+        codec = self.index.object(self.first_usable(camera)[0]).codec
         return codec.height, codec.width
+
+    def first_usable(self, camera: str) -> tuple[str, int]:
+        """(object key, frame number inside it) of the first row in use whose video object can be used.
+
+        Raises:
+            the error of the first object, if none can.
+        """
+        table = self.episodes.cameras[camera]
+        for position in sorted(np.unique(table.object, return_index=True)[1].tolist()):
+            if self.index.usable(table.keys[table.object[position]]):
+                return self.index.locate(int(self.episodes.ids[position]), camera, 0)
+        self.index.object(table.keys[table.object[0]])
+        raise AssertionError("an object that cannot be used gives no frames")
 
     def subset(
         self, episodes: Sequence[int] | None = None, ranges: Ranges | str | os.PathLike[str] | None = None

@@ -6,6 +6,7 @@ without a loader with threads and 1.44 times with a spawned process; the bare st
 noise. At load 3 to 5, three runs gave 1.33, 1.57, 1.74 for threads and 1.46, 1.84, 1.86 for the process.
 """
 
+import hashlib
 import os
 import weakref
 from collections import deque
@@ -227,12 +228,15 @@ class Loader:
         """Where to go on: plain values, the same on every rank, valid for any world size.
 
         `position` counts the samples consumed inside `epoch` over all ranks; `order` is a digest of what else the order
-        depends on (anchors, edge policy, shuffle, shares of a mixture, blocks).
+        depends on (anchors, edge policy, shuffle, shares of a mixture, blocks). `match` and `text_column` are those the
+        dataset was opened with; a digest where the parts of a mixture differ.
         """
         epoch, position = divmod(self._position, self.num_anchors)
         return {
             "fingerprint": self._source.fingerprint,
             "order": self._order,
+            "match": _of_all([dataset.match for dataset, _ in self._parts]),
+            "text_column": _of_all([dataset.text_column for dataset, _ in self._parts]),
             "seed": self._seed,
             "epoch": epoch,
             "position": position,
@@ -242,13 +246,15 @@ class Loader:
         """Go on from a saved state; batches made ahead are dropped.
 
         Raises:
-            ValueError: the state is of another dataset, seed or order.
+            ValueError: the state is of another dataset, seed or order, or the dataset is read by other rules.
         """
         own = self.state_dict()
         hints = {
             "fingerprint": "the dataset has changed since; resume with the same files",
             "seed": "give the same seed",
             "order": "give the same episodes, windows, edge and shuffle",
+            "match": "open the dataset with the same match, or rows show other frames",
+            "text_column": "open the dataset with the same text_column, or rows have other texts",
         }
         for key, hint in hints.items():
             if state.get(key) != own[key]:
@@ -336,6 +342,10 @@ class Loader:
         if self._finalizer is not None:
             self._finalizer()
         self._pipeline = self._finalizer = None
+
+
+def _of_all(values: Sequence[str]) -> str:
+    return values[0] if len(set(values)) == 1 else hashlib.sha256("\0".join(values).encode()).hexdigest()[:16]
 
 
 class _Finish:

@@ -26,6 +26,7 @@ from knonik.batches.buffers import BufferPool
 from knonik.batches.pictures import Pictures, sample
 from knonik.batches.stages import Stage
 from knonik.order.plan import BatchPlan, GopJob
+from knonik.stores.base import StoreUnavailable
 from knonik.video.frames import FrameSpec
 
 _CHUNKS_PER_THREAD = 4  # enough to even out GOPs of unequal cost, few enough that queueing costs nothing
@@ -322,12 +323,15 @@ class Pipeline:
 
     def _failed(self, work: _Work, job: GopJob, cause: Exception) -> Exception | None:
         """The error to raise; None where bad samples are left out, which are then noted."""
-        if not self._bad_samples.skip:
+        # A store that does not answer makes no sample bad; asking it for each one would take for ever.
+        if not self._bad_samples.skip or isinstance(cause, StoreUnavailable):
             return self._located(work.plan, job, cause)
         for number, place in zip(job.numbers, job.places, strict=True):
             alone = replace(job, numbers=[number], places=[place])
             try:
                 self._pictures.write_alone(work.plan, alone, work.flat[job.camera])
+            except StoreUnavailable as error:
+                return self._located(work.plan, alone, error)
             except Exception as error:
                 index = place // work.plan.seen[job.camera].shape[1]
                 work.bad.setdefault(index, self._located(work.plan, alone, error))

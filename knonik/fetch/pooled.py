@@ -12,7 +12,7 @@ from knonik.fetch.fill import Fill, Residency
 from knonik.fetch.pool import Decision, Pool
 from knonik.fetch.ranges import Piece, Unit
 from knonik.fetch.transfers import Entry, Transfer, Transfers
-from knonik.stores.base import StoreError
+from knonik.stores.base import StoreError, StoreUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -192,7 +192,7 @@ class PooledSource:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise StoreError(f"the packets of {self._dataset.uri} are no longer read: their source was closed")
+            raise StoreUnavailable(f"the packets of {self._dataset.uri} are no longer read: their source was closed")
 
     def _pieces(self, units: Sequence[Unit]) -> list[Piece]:
         pieces = []

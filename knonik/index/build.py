@@ -4,6 +4,7 @@ Several processes may do this on the same folder. The one that holds the lock wo
 what it has as it goes; the others take that over, and read on their own only what they need before it is there.
 """
 
+import copy
 import logging
 import threading
 import weakref
@@ -25,7 +26,7 @@ from knonik.index.gop import ObjectIndex
 from knonik.index.rows import CameraRows
 from knonik.metadata.lerobot import Metadata
 from knonik.mp4.packets import HeaderReader, PacketTable
-from knonik.stores.base import Store, StoreError
+from knonik.stores.base import Store, StoreError, StoreUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,8 @@ class IndexBuilder:
 
     Attributes:
         rows: by camera, filled for the objects that are done.
-        failures: objects whose content is no readable video, with the error.
+        failures: objects whose content is no readable video, or that are not there, not to be read, or no longer the
+            ones that were listed, with the error.
     """
 
     def __init__(self, store: Store, metadata: Metadata, folder: Path, match: str) -> None:
@@ -108,20 +110,21 @@ class IndexBuilder:
         Raises:
             KeyError: no video object of the dataset.
             Mp4Error and other ValueErrors: the object is damaged.
-            StoreError: it cannot be read at present.
+            StoreError: it cannot be read; StoreUnavailable: nothing can at present.
         """
         if key not in self._users:
             raise KeyError(f"{key} is no video object of this dataset")
         self.need([key])
         if key in self.failures:
-            raise self.failures[key]
+            # A copy: raised again and again, one exception would collect the frames of all who met it.
+            raise copy.copy(self.failures[key])
         return unpack_table(self._packed[key])
 
     def need(self, keys: Iterable[str]) -> None:
         """Have these objects read when it returns, concurrently. Damaged ones are noted in `failures`.
 
         Raises:
-            StoreError: an object cannot be read at present; asking again tries again.
+            StoreUnavailable: the store does not answer at present; asking again tries again.
         """
         wanted = [key for key in dict.fromkeys(keys) if key not in self._done]
         waits = [future for key in wanted if (future := self._start(key)) is not None]
@@ -132,7 +135,7 @@ class IndexBuilder:
         """Have all objects read when it returns, by this or by another process.
 
         Raises:
-            StoreError: an object cannot be read at present.
+            StoreUnavailable: the store does not answer at present.
         """
         if self._thread is not None:
             self._thread.join()  # it ends without success when an object cannot be read: then read here
@@ -281,7 +284,7 @@ class IndexBuilder:
             if key not in self._pending:
                 if self._pool is None:
                     if self._stop.is_set():
-                        raise StoreError(f"{key} of {self._store.uri} was asked for after the dataset was closed")
+                        raise StoreUnavailable(f"{key} of {self._store.uri} was asked for after the dataset was closed")
                     self._pool = ThreadPoolExecutor(_CONNECTIONS, thread_name_prefix="knonik-index")
                 self._pending[key] = self._pool.submit(self._read, key)
             return self._pending[key]
@@ -297,7 +300,9 @@ class IndexBuilder:
                 if not len(times):
                     raise ValueError(f"{key}: holds no video frame")
                 packed = packed or pack_table(table)
-            except ValueError as error:
+            except StoreUnavailable:
+                raise
+            except (ValueError, StoreError) as error:  # of this object alone: it must not hit the others
                 failure = error
                 logger.warning("video object cannot be used: %s", error)
             # Before the lock is taken: the first reading of the column takes a while.
@@ -309,7 +314,7 @@ class IndexBuilder:
                     else:
                         self.rows[name].add_unreadable(number)
                 if failure is not None:
-                    self.failures[key] = failure
+                    self.failures[key] = failure.with_traceback(None)
                 elif packed is not None:
                     self._packed[key] = packed
                 self._done.add(key)

@@ -58,10 +58,10 @@ class VideoIndex:
         return dict(self._builder.failures)
 
     def wait(self) -> None:
-        """Have all headers read when it returns. Damaged objects are then in `errors`.
+        """Have all headers read when it returns. Objects that cannot be used are then in `errors`.
 
         Raises:
-            StoreError: an object cannot be read at present.
+            StoreUnavailable: the store does not answer at present.
         """
         self._builder.wait()
 
@@ -112,14 +112,14 @@ class VideoIndex:
         """
         if not self._builder.is_video(key):
             return number // IMAGES_PER_GROUP
-        return self.object(key).gop_number(number) if self._usable(key) else 0
+        return self.object(key).gop_number(number) if self.usable(key) else 0
 
     def unit_span(self, key: str, group: int) -> tuple[int, int]:
         """(offset, length) of the bytes of object `key` that any frame of GOP `group` needs.
 
         (0, 0) for a damaged object, whose error comes when its packets are asked for.
         """
-        return self.object(key).span(group) if self._usable(key) else (0, 0)
+        return self.object(key).span(group) if self.usable(key) else (0, 0)
 
     def version(self, key: str) -> str:
         """Version of an object of the dataset in its listing, "" if unknown."""
@@ -157,7 +157,8 @@ class VideoIndex:
             self._builder.need(table.keys[number] for number in np.unique(table.object[positions[unknown]]).tolist())
         return known.frames(positions, frames)
 
-    def _usable(self, key: str) -> bool:
+    def usable(self, key: str) -> bool:
+        """Whether frames of object `key` can be found; its header is read now if it was not yet."""
         if key in self._objects:
             return True
         if self._builder.is_video(key):

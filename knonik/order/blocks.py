@@ -161,6 +161,8 @@ def _groups(dataset: "Dataset", camera: str, anchors: Anchors, offset: int) -> I
         codes[part] = objects << 40
         names = list(numbers_of)
         for number in np.unique(objects).tolist():
+            if not dataset.index.usable(names[number]):
+                continue  # no frame of it will ever be decoded
             (chosen,) = np.nonzero(objects == number)
             first_frames = dataset.index.object(names[number]).first_frames
             codes[begin + chosen] += np.searchsorted(first_frames, numbers[chosen], side="right")

@@ -32,6 +32,10 @@ class StoreError(OSError):
     """A read from a store failed; the message names the object and, for range reads, the byte range."""
 
 
+class StoreUnavailable(StoreError):
+    """The store does not answer, or was closed: that says nothing about the object."""
+
+
 class ObjectMissing(StoreError):
     """There is no such object."""
 

@@ -17,7 +17,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from knonik.stores.base import Counters, ObjectInfo, ObjectMissing, Store, StoreError, check_range, checked_key
+from knonik.stores.base import (
+    Counters,
+    ObjectInfo,
+    ObjectMissing,
+    Store,
+    StoreError,
+    StoreUnavailable,
+    check_range,
+    checked_key,
+)
 from knonik.stores.s3_answers import OtherRegion, answered, broken, in_text
 from knonik.stores.transport import Body, Fault, FaultKind, Policy, Transport
 
@@ -135,7 +144,7 @@ class S3Store(Store):
         """The connection of now; foreign errors leave as `Fault`, and what a new session can cure has been renewed."""
         with self._lock:
             if self._closed:
-                raise StoreError(f"{self.uri} is closed")
+                raise StoreUnavailable(f"{self.uri} is closed")
             if self._link is None:
                 self._link = _connect(self.bucket, self._policy.stall_s, None)
             link = self._link

@@ -9,12 +9,12 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, TypeVar
 
-from knonik.stores.base import Counters, ObjectChanged, ObjectMissing, StoreError
+from knonik.stores.base import Counters, ObjectChanged, ObjectMissing, StoreError, StoreUnavailable
 from knonik.stores.pace import Governor, Patience
 
 T = TypeVar("T")
@@ -132,7 +132,8 @@ class Transport:
         """The `length` bytes from `offset` of an object (None: all of them), in one piece of one version.
 
         Raises:
-            ObjectChanged, ObjectMissing, StoreError: with `where`, the number of requests and the last cause.
+            ObjectChanged, ObjectMissing, StoreUnavailable, StoreError: with `where`, the number of requests and the
+                last cause.
         """
         self._counters.add(in_flight=1)
         try:
@@ -182,7 +183,7 @@ class Transport:
         """Wait for this request's turn."""
         wait_s = self._governor.admit(self._clock.now())
         if self._closed.is_set() or (wait_s > 0 and self._clock.wait(self._closed, wait_s)):
-            raise StoreError(f"{what}: the store was closed")
+            raise StoreUnavailable(f"{what}: the store was closed")
 
     def _after(self, fault: Fault, tries: "_Tries", *, progress: bool) -> None:
         """Raise what ends the read, or wait until it may go on."""
@@ -196,7 +197,8 @@ class Transport:
         gave_up = tries.fruitless >= self._policy.attempts or tries.requests >= _BROKEN_BODIES
         if fault.kind is FaultKind.REFUSED or gave_up or tries.renewals > _RENEWALS:
             plural = "request" if tries.requests == 1 else "requests"
-            raise StoreError(f"{tries.what} ({tries.requests} {plural}): {fault}") from None
+            kind = StoreError if fault.kind is FaultKind.REFUSED else StoreUnavailable
+            raise kind(f"{tries.what} ({tries.requests} {plural}): {fault}") from None
         if fault.kind is FaultKind.RENEWED:
             return
         wait_s = self._random.uniform(
@@ -212,7 +214,7 @@ class Transport:
         if tries.fruitless >= _WORTH_TELLING:
             logger.warning("%s: request %d failed (%s); the next in %.1f s", tries.what, tries.requests, fault, wait_s)
         if self._clock.wait(self._closed, wait_s):
-            raise StoreError(f"{tries.what}: the store was closed; last: {fault}") from None
+            raise StoreUnavailable(f"{tries.what}: the store was closed; last: {fault}") from None
 
     def _race(self, get: Get, start: int, stop: int | None, version: str | None, careful: bool) -> "_Piece":
         """One request, or two where the first is slow."""
@@ -241,10 +243,14 @@ class Transport:
         return not self._governor.limiting(self._clock.now()) and self._patience.spend()
 
     def _submit(self, race: "_Race", lane: int) -> None:
+        def dropped(future: "Future[None]") -> None:
+            if future.cancelled():  # closed before a thread took it up: nobody else would end the race
+                race.leave(lane, _Piece(fault=Fault(FaultKind.TRANSIENT, "the store was closed")))
+
         try:
-            self._pool.submit(race.run, lane)
+            self._pool.submit(race.run, lane).add_done_callback(dropped)
         except RuntimeError:  # closed meanwhile, or the interpreter is ending
-            race.leave(lane, _Piece(fault=Fault(FaultKind.REFUSED, "the store was closed")))
+            race.leave(lane, _Piece(fault=Fault(FaultKind.TRANSIENT, "the store was closed")))
 
 
 @dataclass(kw_only=True)

@@ -1,4 +1,4 @@
-"""Encode episodes as mp4 and join them. With `video.py` the only module that imports `av`."""
+"""Encode episodes as mp4 and join them. With `decode.py` the only module that imports `av`."""
 
 import io
 import os
@@ -19,7 +19,11 @@ _ENCODERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "h264": ("libx264", {"preset": "veryfast", "threads": "1", "x264-params": "scenecut=0"}),
     "hevc": (
         "libx265",
-        {"preset": "ultrafast", "x265-params": "log-level=none:pools=none:frame-threads=1:scenecut=0:open-gop=0"},
+        {
+            "preset": "ultrafast",
+            # Adaptive quantisation writes beyond its tables for pictures of some sizes below 64 (seen as heap corruption).
+            "x265-params": "log-level=none:pools=none:frame-threads=1:scenecut=0:open-gop=0:aq-mode=0:cutree=0",
+        },
     ),
 }
 _QUALITY = {"av1": 30, "h264": 20, "hevc": 24}

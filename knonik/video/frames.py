@@ -120,14 +120,14 @@ def frame_reader(
 def plane_colour(dataset: "Dataset", camera: str, decoder: GopDecoder) -> "tuple[ColourSpec | None, str]":
     """How a camera's planes become RGB on a device, or None and the reason why they do not bit for bit.
 
-    Decodes the camera's first frame: colour tags stand in the stream, and container headers may contradict it.
+    Decodes the camera's first usable frame: colour tags stand in the stream, and container headers may contradict it.
     """
     from knonik.video.colour import ColourSpec, reproducible
 
     height, width = dataset.image_shape(camera)
     if not reproducible(height, width):
         return None, f"pictures of {height}x{width} have an odd number of rows, between which chroma is interpolated"
-    key, number = dataset.locate(int(dataset.episodes.ids[0]), camera, 0)
+    key, number = dataset.first_usable(camera)
     frames = dataset.index.object(key)
     packets, pts = StoredPackets(dataset).packets(key, number)
     picture = np.empty((height, width, 3), np.uint8)

@@ -2,10 +2,12 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
-from knonik.stores.base import Counters, ObjectChanged, ObjectMissing, StoreError
+from knonik.stores.base import Counters, ObjectChanged, ObjectMissing, StoreError, StoreUnavailable
 from knonik.stores.pace import Governor, Patience
 from knonik.stores.transport import Body, Fault, FaultKind, Policy, Transport
 
@@ -90,7 +92,7 @@ def test_waits_grow_are_random_bounded_and_the_same_for_a_seed() -> None:
 def test_giving_up_names_object_requests_and_cause() -> None:
     transport, counters, _ = made(Policy(attempts=4))
     server = Server(*[RESET] * 9)
-    with pytest.raises(StoreError, match=r"cannot read a\.mp4 bytes 5-9 \(4 requests\): connection reset"):
+    with pytest.raises(StoreUnavailable, match=r"cannot read a\.mp4 bytes 5-9 \(4 requests\): connection reset"):
         transport.read(server.get, 5, 5, None, "a.mp4 bytes 5-9")
     assert len(server.asked) == 4
     assert (counters.values()["failed"], counters.values()["retries"], counters.values()["in_flight"]) == (1, 3, 0)
@@ -136,6 +138,39 @@ def test_progress_is_no_failure_but_not_for_ever() -> None:
     assert transport.read(Server(RESET, 5, RESET, 5, RESET, 5).get, 0, 20, None, "x") == DATA[:20]
     with pytest.raises(StoreError, match="100 requests"):
         transport.read(Server(*[1] * 150).get, 0, 150, None, "x")
+
+
+def test_a_read_that_no_thread_has_taken_up_ends_with_the_store() -> None:
+    transport = Transport(Policy(), Counters())
+    transport._patience.seconds = lambda size: 3600.0  # type: ignore[method-assign]
+    pool = transport._pool = ThreadPoolExecutor(1)
+    occupied, queued = threading.Event(), threading.Event()
+    pool.submit(occupied.wait)
+    submit = pool.submit
+
+    def noted(*args: Any) -> Any:
+        future = submit(*args)
+        queued.set()
+        return future
+
+    pool.submit = noted  # type: ignore[method-assign, assignment]
+    raised: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            transport.read(Server().get, 0, 5, None, "x")
+        except StoreUnavailable as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=read, daemon=True), threading.Thread(target=transport.close, daemon=True)]
+    threads[0].start()
+    assert queued.wait(60)
+    threads[1].start()
+    threads[0].join(60)
+    occupied.set()
+    threads[1].join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert "closed" in str(raised[0])
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import torch
 
 import knonik
 from knonik.loader import Loader, LoaderError
+from knonik.order.mixture import Mixture, Part
 
 LENGTHS = (7, 4, 9, 1, 6)  # 27 rows: no batch size below divides it
 FRAMES = {"observation.images.cam0": 0, "observation.images.cam1": 1}
@@ -162,6 +163,16 @@ def test_state_of_something_else_is_refused(dataset: knonik.Dataset, make_set, t
     fewer = knonik.open(dataset.uri, cache_dir=tmp_path / "cache", episodes=[0, 2])
     with pytest.raises(ValueError, match="give the same episodes"):
         Loader(fewer, batch_size=4, seed=1).load_state_dict(state)
+    counted = knonik.open(dataset.uri, cache_dir=tmp_path / "cache", match="index")
+    with pytest.raises(ValueError, match="saved match is 'time', this loader has 'index'"):
+        Loader(counted, batch_size=4, seed=1).load_state_dict(state)
+    other = knonik.open(dataset.uri, cache_dir=tmp_path / "cache", text_column="index")
+    with pytest.raises(ValueError, match="saved text_column is 'task_index', this loader has 'index'"):
+        Loader(other, batch_size=4, seed=1).load_state_dict(state)
+    both = [Mixture([Part(dataset=dataset), Part(dataset=part)]) for part in (dataset, other)]
+    state = Loader(both[0], batch_size=4, seed=1).state_dict()
+    with pytest.raises(ValueError, match="saved text_column is 'task_index'"):
+        Loader(both[1], batch_size=4, seed=1).load_state_dict(state)
 
 
 def test_manual_acknowledge_counts_what_was_trained(dataset: knonik.Dataset) -> None:

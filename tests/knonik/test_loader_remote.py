@@ -11,6 +11,7 @@ import torch
 
 import knonik
 from knonik.loader import Loader, LoaderError
+from knonik.stores.base import StoreUnavailable
 
 LENGTHS = (14, 9, 12)
 Remote = Callable[..., tuple[knonik.Dataset, Any]]
@@ -82,6 +83,17 @@ def test_bytes_that_cannot_be_had_are_named_with_their_sample(remote: Remote) ->
         bad = {(sample.episode, sample.frame) for sample in loader.bad_samples}
     assert (1, 5) in bad
     assert len(bad) <= 4  # the frames of one GOP
+
+
+def test_a_store_that_does_not_answer_makes_no_sample_bad(remote: Remote) -> None:
+    dataset, store = remote(cameras=1, gop=4)
+    key, number = dataset.locate(1, "observation.images.cam0", 5)
+    store.broken.add((key, dataset.gop(key, number).span()[0]))
+    store.error = StoreUnavailable
+    with Loader(dataset, batch_size=35, disk_bytes=0, on_bad_sample="skip", max_bad_share=0.2) as loader:
+        with pytest.raises(LoaderError, match="out of order"):
+            next(loader)
+        assert not loader.bad_samples
 
 
 def test_a_loader_closed_by_its_own_transform_ends(remote: Remote) -> None:

@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from knonik.index.video_index import VideoIndex, load_index, publish_index, publ
 from knonik.metadata.episodes import CameraTable
 from knonik.metadata.lerobot import Metadata, read_metadata
 from knonik.mp4.packets import CodecRecord, Mp4Error, PacketTable
-from knonik.stores.base import LocalStore
+from knonik.stores.base import LocalStore, ObjectChanged, ObjectMissing, StoreUnavailable
 
 CAM = "observation.images.cam0"
 LENGTHS = (5, 6, 7, 5, 6, 4)
@@ -175,9 +176,33 @@ def test_changed_objects_are_named_and_read_again(root: Path, tmp_path: Path, ca
 def test_a_change_while_the_dataset_is_open(root: Path, tmp_path: Path) -> None:
     index, _, _ = _loaded(root, tmp_path, background=False)
     os.utime(_video(root, 1), ns=(5, 5))
-    with pytest.raises(knonik.stores.base.StoreError, match=r"episode_000001\.mp4"):
-        index.locate(1, CAM, 0)
+    _video(root, 2).unlink()
+    # Their samples can be planned; the errors come with the packets.
+    for number, error in ((1, ObjectChanged), (2, ObjectMissing)):
+        key, frame = index.locate(number, CAM, 3)
+        assert (frame, index.group(key, frame), index.unit_span(key, 0)) == (3, 0, (0, 0))
+        for _ in range(2):
+            with pytest.raises(error, match=rf"episode_00000{number}\.mp4"):
+                index.object(key)
+        # Frames hold what their functions worked on, such as the pictures of a batch.
+        assert index.errors[key].__traceback__ is None
     assert index.locate(0, CAM, 0)[1] == 0
+    assert len(index.errors) == 2
+
+
+def test_a_store_that_does_not_answer_says_nothing_about_its_objects(root: Path, tmp_path: Path) -> None:
+    index, store, _ = _loaded(root, tmp_path, background=False)
+    read = store.read_range
+
+    def silent(*args: Any, **options: Any) -> bytes:
+        raise StoreUnavailable("no answer")
+
+    store.read_range = silent
+    with pytest.raises(StoreUnavailable):
+        index.locate(1, CAM, 3)
+    store.read_range = read
+    assert index.locate(1, CAM, 3)[1] == 3
+    assert not index.errors
 
 
 def test_published_index_is_used_by_whoever_has_none(root: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ _ENCODERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
         "libx265",
         {
             "preset": "ultrafast",
-            # Adaptive quantisation writes beyond its tables for pictures of some sizes below 64 (seen as heap corruption).
+            # Adaptive quantisation corrupts the heap for pictures of some sizes below 64.
             "x265-params": "log-level=none:pools=none:frame-threads=1:scenecut=0:open-gop=0:aq-mode=0:cutree=0",
         },
     ),

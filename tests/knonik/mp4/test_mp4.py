@@ -94,7 +94,7 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
     "hevc with open GOP": (
         "libx265",
         {},
-        {"options": {"x265-params": "keyint=6:min-keyint=1:bframes=3:open-gop=1:log-level=0"}},
+        {"options": {"x265-params": "keyint=6:min-keyint=1:bframes=3:open-gop=1:log-level=0:aq-mode=0"}},
     ),
     "av1": ("libsvtav1", {}, {"options": {"svtav1-params": "lp=1:keyint=5", "preset": "12"}}),
 }

@@ -41,8 +41,8 @@ def _entries(table: PacketTable, store: LocalStore, key: str) -> list[int]:
     [
         ("libx264", {"x264-params": "keyint=7:bframes=3:scenecut=0"}),
         ("libx264", {"x264-params": "keyint=6:min-keyint=1:bframes=2:b-adapt=0:open-gop=1"}),
-        ("libx265", {"x265-params": "keyint=6:min-keyint=1:bframes=3:open-gop=1:log-level=0"}),
-        ("libx265", {"x265-params": "keyint=6:open-gop=0:log-level=0"}),
+        ("libx265", {"x265-params": "keyint=6:min-keyint=1:bframes=3:open-gop=1:log-level=0:aq-mode=0"}),
+        ("libx265", {"x265-params": "keyint=6:open-gop=0:log-level=0:aq-mode=0"}),
         ("libsvtav1", {"svtav1-params": "lp=1:keyint=5", "preset": "12"}),
     ],
 )

@@ -30,6 +30,9 @@ class FakeIndex:
     def locate_many(self, episodes, camera, frames):
         return [f"{camera} {episode}" for episode in episodes.tolist()], frames
 
+    def usable(self, key: str) -> bool:
+        return True
+
     def object(self, key: str) -> "FakeIndex":
         made = FakeIndex(self._gops)
         made.first_frames = np.arange(0, 10_000, self._gops[key.split()[0]])

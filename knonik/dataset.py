@@ -143,7 +143,11 @@ class Dataset:
         return self._folder if self.match == "time" else self._folder / self.match
 
     def column(self, key: str) -> Column:
-        """Read-only mapped values [R, D] of one column over all R rows of the whole dataset; index it with `rows`."""
+        """Read-only mapped values [R, D] of one column over all R rows of the whole dataset; index it with `rows`.
+
+        Raises:
+            knonik.metadata.lerobot.MetadataError: a data file of the episodes in use is damaged; names it and them.
+        """
         return self.columns([key])[key]
 
     def columns(self, keys: Sequence[str]) -> dict[str, Column]:
@@ -152,7 +156,9 @@ class Dataset:
         if wanted and self.index.needs_timestamps:
             wanted.append("timestamp")  # in the same pass, or the index would read all data files once more
         if wanted:
-            self._columns |= load_columns(self.store, self._all_episodes, wanted, self._folder)
+            self._columns |= load_columns(
+                self.store, self._all_episodes, wanted, self._folder, in_use=self.episodes.ids
+            )
         return {key: self._columns[key] for key in keys}
 
     def rows(self, episodes: NDArray[np.int64], frames: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -245,13 +251,14 @@ class Dataset:
     ) -> "Dataset":
         """A view of some episodes, or of some ranges of frames as anchors (see `open`), or both.
 
-        It shares store, index and columns with this dataset and ends with it; closing the view changes nothing.
+        It shares store, index and column files with this dataset and ends with it; closing the view changes nothing.
 
         Raises:
             KeyError: an episode is not in use, or not in the dataset.
         """
         view = copy.copy(self)
-        view._whole, view._readers = self._whole or self, {}
+        # Columns are mapped again: a data file that is damaged stands in the way of those who use its episodes.
+        view._whole, view._readers, view._columns = self._whole or self, {}, {}
         if episodes is not None:
             view.episodes = self.episodes.subset(episodes)
         if ranges is not None:

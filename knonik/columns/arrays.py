@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -37,21 +37,30 @@ _REMOTE_READERS = 32
 _LARGE_BYTES = 16 << 20  # a data file after which it is worth giving memory back
 _CONNECTIONS = 16
 _RECORD = "objects.json"
+_EMPTY = {"f": np.nan, "i": np.iinfo(np.int64).min}  # by kind of numbers: rows of a data file that cannot be read
 
 Column = NDArray[np.float32] | NDArray[np.int64]
 
 
-def load_columns(store: Store, episodes: EpisodeTable, names: Sequence[str], folder: Path) -> dict[str, Column]:
+def load_columns(
+    store: Store,
+    episodes: EpisodeTable,
+    names: Sequence[str],
+    folder: Path,
+    in_use: NDArray[np.int64] | None = None,
+) -> dict[str, Column]:
     """Read-only arrays [rows, D] of the named columns, built under `folder` where they are not there yet.
 
     Floats become float32, integers and booleans int64; a scalar column has D = 1 and nested lists are flattened.
 
     Args:
         episodes: table of the whole dataset, not of a subset: the arrays are shared.
+        in_use: ids of the episodes whose rows will be looked at, None = all. A data file that holds none of them may
+            be damaged: it is named in a warning, and its rows are NaN, or the least integer.
 
     Raises:
-        MetadataError: a column is missing, empty in places, of changing length or not numeric; a file has other rows
-            than the metadata says.
+        MetadataError: a column is missing, empty in places, of changing length or not numeric, or a file has other rows
+            than the metadata says, where episodes in use are concerned.
         StoreError: a data object could not be read, or has changed since it was listed.
     """
     place = columns_folder(folder, episodes)
@@ -63,11 +72,29 @@ def load_columns(store: Store, episodes: EpisodeTable, names: Sequence[str], fol
             if missing:
                 logger.info("reading columns %s of %d data files", ", ".join(missing), len(episodes.data_keys))
                 _supersede(store, episodes, place)
-                _build(store, episodes, missing, place)
+                _build(store, episodes, missing, place, _keys(episodes, in_use))
         columns = _open_all(place, names, episodes.num_rows)
     if vanished := [name for name in names if name not in columns]:
         raise OSError(f"column files of {vanished} vanished from {place} right after they were written")
+    needed = _keys(episodes, in_use)
+    for name in names:
+        for key, reason in _gaps(place, name).items():
+            if key in needed:
+                raise MetadataError(reason)
     return {name: columns[name] for name in names}
+
+
+def _keys(episodes: EpisodeTable, ids: NDArray[np.int64] | None) -> set[str]:
+    """Data objects of some episodes, None = all."""
+    if ids is None or not len(ids):
+        return set(episodes.data_keys if ids is None else ())
+    return {episodes.data_keys[number] for number in np.unique(episodes.data_object[episodes.positions(ids)]).tolist()}
+
+
+def _gaps(place: Path, name: str) -> dict[str, str]:
+    """Data objects that a column was built without, and why. Other versions of them are looked for elsewhere."""
+    path = place / f"{_file_name(name)}.gaps.json"
+    return dict(json.loads(path.read_bytes())) if path.exists() else {}
 
 
 def columns_folder(folder: Path, episodes: EpisodeTable) -> Path:
@@ -130,7 +157,7 @@ def _supersede(store: Store, episodes: EpisodeTable, place: Path) -> None:
         temporary.write_text(json.dumps({"uri": store.uri, "versions": versions}))
 
 
-def _build(store: Store, episodes: EpisodeTable, names: Sequence[str], place: Path) -> None:
+def _build(store: Store, episodes: EpisodeTable, names: Sequence[str], place: Path, needed: Collection[str]) -> None:
     by_file = np.argsort(episodes.data_object, kind="stable")
     ends = np.searchsorted(episodes.data_object[by_file], np.arange(len(episodes.data_keys)), side="right")
     starts = np.append(0, ends[:-1])
@@ -174,15 +201,38 @@ def _build(store: Store, episodes: EpisodeTable, names: Sequence[str], place: Pa
                 target.write(first_row, part[source])
 
     failed: list[int] = []
+    gaps: dict[int, MetadataError] = {}
 
     def guarded(number: int) -> None:
         if failed and number > min(failed):  # the error of the first bad file is raised, and nothing is kept
             return
         try:
             fill(number)
+        except MetadataError as error:
+            gaps[number] = error
+            if episodes.data_keys[number] in needed:
+                failed.append(number)
+                raise
         except BaseException:
             failed.append(number)
             raise
+
+    def leave_out() -> None:
+        if len(gaps) == len(episodes.data_keys):  # nobody knows what such a column looks like
+            raise gaps[min(gaps)]
+        for number, error in sorted(gaps.items()):
+            logger.warning("%s; its episodes cannot be used", error)
+            for position in by_file[starts[number] : ends[number]].tolist():
+                for target, _ in targets.values():
+                    empty = np.full((int(episodes.length[position]), target.shape[1]), _EMPTY[target.dtype.kind])
+                    target.write(int(episodes.first_row[position]), empty.astype(target.dtype))
+        reasons = {episodes.data_keys[number]: str(error) for number, error in gaps.items()}
+        for name in names:  # before the array itself is there
+            path = place / f"{_file_name(name)}.gaps.json"
+            path.unlink(missing_ok=True)
+            if reasons:
+                with replacing(path) as temporary:
+                    temporary.write_text(json.dumps(reasons))
 
     # Files fill disjoint rows, so they are read side by side; the results stay in the files and not in memory. The
     # arrays outlive the threads that write to them, also when one of these fails.
@@ -194,6 +244,7 @@ def _build(store: Store, episodes: EpisodeTable, names: Sequence[str], place: Pa
     ):
         for _ in pool.map(guarded, range(len(episodes.data_keys))):
             pass
+        leave_out()
     _give_back_memory()
 
 

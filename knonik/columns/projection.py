@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from knonik.metadata.files import MetadataError
-from knonik.stores.base import ObjectInfo, Store
+from knonik.stores.base import ObjectInfo, Store, StoreError
 from knonik.stores.sparse_file import SparseFile
 
 TAIL_BYTES = 128 << 10  # first read of a remote object: the footer of most, and the whole of a small one
@@ -89,7 +89,9 @@ def open_projection(
             first = file.metadata.row_group(0) if file.metadata.num_row_groups else None
             paths = {name: [first.column(i).path_in_schema for i in numbers[name]] if first else [] for name in wanted}
             yield Projection(file, key, wanted, paths)
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, StoreError) or getattr(error, "errno", None) is not None:
+            raise  # reading failed; pages that make no sense are OSErrors without a number
         raise MetadataError(f"{key}: not a readable Parquet file ({error})") from error
 
 

@@ -337,7 +337,9 @@ class IndexBuilder:
     def _read_timestamps(self) -> Any:
         with self._columns_lock:
             if self._timestamps is None:
-                columns = load_columns(self._store, self._metadata.episodes, ["timestamp"], self._folder)
+                # Rows of a damaged data file have no timestamp, so no frame: an error for who asks for one of them.
+                nobody = np.zeros(0, np.int64)
+                columns = load_columns(self._store, self._metadata.episodes, ["timestamp"], self._folder, nobody)
                 self._timestamps = columns["timestamp"][:, 0]
             return self._timestamps
 

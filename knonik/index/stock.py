@@ -21,7 +21,8 @@ TOLERANCE_S = 1e-4  # the stock loader's default `tolerance_s`
 class ObjectRows:
     """Rows of one object's episodes.
 
-    first: [K] first frame of each episode. frames: [R] frame of each row. off_s: [R] distance |pts - q|, seconds.
+    first: [K] first frame of each episode. frames: [R] frame of each row. off_s: [R] distance |pts - q|, seconds;
+    infinite for a row whose timestamp is not a number.
     """
 
     first: NDArray[np.int64]
@@ -58,7 +59,8 @@ def match_rows(
     frames = nearest(times, queries)
     # The stock check compares in float32, where a time and its own rounding agree even hours into a file.
     off = np.abs(times[frames].astype(np.float32) - queries.astype(np.float32))
-    return ObjectRows(first=first, frames=frames, off_s=off.astype(np.float64))
+    off_s = np.where(np.isnan(off), np.inf, off.astype(np.float64))  # NaN would pass every comparison
+    return ObjectRows(first=first, frames=frames, off_s=off_s)
 
 
 def match_rows_by_index(

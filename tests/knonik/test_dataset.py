@@ -267,3 +267,29 @@ def test_reading_an_index_imports_no_heavy_library(shared_data: Path, tmp_path: 
     command = [sys.executable, "-c", code, str(root), str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ})
     assert result.stdout.strip() == "[]"
+
+
+def test_a_broken_data_file_leaves_the_other_episodes_usable(tmp_path: Path) -> None:
+    root = write_lerobot(tmp_path / "set", _episodes(), fps=10, robot_type="none", codec="h264", version="v2.1")
+    with knonik.open(root, cache_dir=tmp_path / "whole") as dataset:
+        expected = [dataset.frame(episode=2, camera=TOP, frame=i) for i in range(8)]
+        action = np.array(dataset.column("action")[16:])
+    path = root / "data/chunk-000/episode_000001.parquet"
+    path.write_bytes(path.read_bytes()[:-100])
+    damaged = r"episode_000001\.parquet: .*footer.*episode 1"
+    with knonik.open(root, cache_dir=tmp_path / "cache") as dataset:
+        with pytest.raises(ValueError, match=damaged):
+            dataset.column("action")
+        with pytest.raises(ValueError, match="away from the row's timestamp"):
+            dataset.frame(episode=1, camera=TOP, frame=3)
+        others = dataset.subset([0, 2])
+        np.testing.assert_array_equal(others.column("action")[16:], action)
+        assert np.isfinite(others.statistics("action")["mean"]).all()
+        np.testing.assert_array_equal([others.frame(episode=2, camera=TOP, frame=i) for i in range(8)], expected)
+        with pytest.raises(ValueError, match=damaged):  # what the part has read is no way around it
+            dataset.column("action")
+    with (
+        knonik.open(root, cache_dir=tmp_path / "cache", episodes=[0, 2]) as dataset,
+        knonik.Loader(dataset, batch_size=4, seed=0, state=[], action=["action"]) as loader,
+    ):
+        assert {int(e) for _ in range(8) for e in next(loader).episode} == {0, 2}

@@ -176,6 +176,38 @@ def test_a_broken_file_is_named_with_its_episodes(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").rglob("*.npy*"))
 
 
+def test_a_broken_file_stands_only_in_the_way_of_its_episodes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = _write(tmp_path) / "data/a.parquet"
+    body = path.read_bytes()
+    path.write_bytes(body[:-100])
+    store, table = open_store(tmp_path), _table()
+    columns = load_columns(store, table, ["scalar", "small"], tmp_path / "cache", np.array([4, 9]))
+    assert "data/a.parquet" in caplog.text
+    assert "episode 6" in caplog.text
+    kept = np.r_[0:3, 5:9]
+    np.testing.assert_array_equal(columns["scalar"][kept, 0], EXPECTED[kept])
+    assert np.isnan(columns["scalar"][3:5]).all()
+    np.testing.assert_array_equal(columns["small"][3:5, 0], [np.iinfo(np.int64).min] * 2)
+    for names in (["scalar"], ["small"], ["fixed"]):  # built already, and not
+        with pytest.raises(MetadataError, match=r"data/a\.parquet: .*footer.*episode 6"):
+            load_columns(store, table, names, tmp_path / "cache")
+    path.write_bytes(body)
+    mended = replace(table, data_info=tuple(store.objects("data").values()))
+    np.testing.assert_array_equal(load_columns(store, mended, ["scalar"], tmp_path / "cache")["scalar"][:, 0], EXPECTED)
+
+
+def test_a_page_that_makes_no_sense_is_an_error_of_its_file(tmp_path: Path) -> None:
+    path = _write(tmp_path) / "data/a.parquet"
+    with pq.ParquetFile(path) as file:
+        chunk = file.metadata.row_group(0).column(file.schema_arrow.names.index("small"))
+        at = chunk.data_page_offset
+    body = bytearray(path.read_bytes())
+    body[at : at + 24] = b"\xff" * 24
+    path.write_bytes(body)
+    with pytest.raises(MetadataError, match=r"data/a\.parquet: not a readable Parquet file"):
+        load_columns(open_store(tmp_path), _table(), ["scalar", "small"], tmp_path / "cache")
+
+
 def test_real_rows_are_the_parquet_rows(shared_data: Path, tmp_path: Path) -> None:
     for name in ("g1_inspire_v21", "g1_inspire_v30", "gr1_picknplace_v20"):
         store = open_store(shared_data / name)

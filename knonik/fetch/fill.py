@@ -159,7 +159,7 @@ class Fill:
             }
 
     def close(self) -> None:
-        """End the threads; a read under way is finished first. Safe to call twice."""
+        """End the threads; reads under way are given up. Safe to call twice."""
         self._closing.set()
         self._wind_up()
         self._leader.join()
@@ -245,14 +245,15 @@ class Fill:
             self._in_flight += length
             self._most_in_flight = max(self._most_in_flight, self._in_flight)
         try:
-            body = self._store.read_range(key, offset, length, version=info.version)
+            body = self._store.read_until(self._closing, key, offset, length, version=info.version)
             with self._lock:
                 self._failures = 0
                 self._gets += 1
                 self._get_bytes += length
             self._put(extent, body)
         except OSError as error:
-            self._failed(extent, error)
+            if not self._closing.is_set():
+                self._failed(extent, error)
         finally:
             with self._lock:
                 self._in_flight -= length

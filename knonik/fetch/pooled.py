@@ -70,6 +70,7 @@ class PooledSource:
         self._lock = threading.Lock()
         self._turn = threading.Condition(self._lock)
         self._closed = False
+        self._stop = threading.Event()  # reads need not go on
         self._last = -1  # batch
         self._batches: dict[int, list[Entry]] = {}  # not done: what they use
         self._live: dict[Unit, list[Entry]] = {}  # oldest first
@@ -177,9 +178,10 @@ class PooledSource:
             }
 
     def close(self) -> None:
-        """See `PacketSource`. Range reads under way are finished first."""
+        """See `PacketSource`. Reads under way are given up."""
         with self._lock:
             self._closed = True
+        self._stop.set()
         if self._fill is not None:
             self._fill.close()
         self._transfers.close()
@@ -329,7 +331,7 @@ class PooledSource:
                 return body
             self._residency.lost(key, offset, length)
             self._all_there = False
-        body = self._store.read_range(key, offset, length, version=info.version)
+        body = self._store.read_until(self._stop, key, offset, length, version=info.version)
         with self._lock:
             self._counts.update(gets=1, get_bytes=length)
             if not ahead:

@@ -130,6 +130,16 @@ class Store(ABC):
     def close(self) -> None:
         """Release connections. Reading afterwards is an error for S3 and harmless for local folders."""
 
+    def read_until(
+        self, stop: threading.Event, key: str, offset: int, length: int, *, version: str | None = None
+    ) -> bytes:
+        """As `read_range`, for who may want to leave: waits for a distant store end with `stop`.
+
+        Raises:
+            StoreUnavailable: given up because of `stop`; else as `read_range`.
+        """
+        return self.read_range(key, offset, length, version=version)
+
     def sizes(self, prefix: str) -> dict[str, int]:
         """Key -> bytes of every object below the folder `prefix` ("" = all), sorted, from listings alone."""
         return {key: info.size for key, info in self.objects(prefix).items()}

@@ -66,19 +66,38 @@ class S3Store(Store):
         return self._read(key, 0, None, None, f"{key} in {self.uri}")
 
     def read_range(self, key: str, offset: int, length: int, *, version: str | None = None) -> bytes:
+        return self._read_range(key, offset, length, version, None)
+
+    def read_until(
+        self, stop: threading.Event, key: str, offset: int, length: int, *, version: str | None = None
+    ) -> bytes:
+        return self._read_range(key, offset, length, version, stop)
+
+    def _read_range(
+        self, key: str, offset: int, length: int, version: str | None, stop: threading.Event | None
+    ) -> bytes:
         check_range(key, offset, length)
         if length == 0:
             return b""  # a Range header cannot express an empty range
-        return self._read(key, offset, length, version, f"{key} bytes {offset}-{offset + length - 1} in {self.uri}")
+        where = f"{key} bytes {offset}-{offset + length - 1} in {self.uri}"
+        return self._read(key, offset, length, version, where, stop)
 
-    def _read(self, key: str, offset: int, length: int | None, version: str | None, where: str) -> bytes:
+    def _read(
+        self,
+        key: str,
+        offset: int,
+        length: int | None,
+        version: str | None,
+        where: str,
+        until: threading.Event | None = None,
+    ) -> bytes:
         name = self._name(key)
 
         def get(start: int, stop: int | None, tag: str | None, careful: bool) -> Body:
             with self._linked() as link:
                 return link.get_slowly(name, start, stop, tag) if careful else link.get(name, start, stop, tag)
 
-        return self._transport.read(get, offset, length, version, where)
+        return self._transport.read(get, offset, length, version, where, until)
 
     def objects(self, prefix: str) -> dict[str, ObjectInfo]:
         folder = "/".join(part for part in (self.prefix, prefix.strip("/")) if part)

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 _WORTH_TELLING = 4  # failures in a row: single ones are part of the business
 _RENEWALS = 2  # new sessions for one read: more would only repeat what the first could not cure
+_LOOK_S = 0.25  # how often a wait that may be given up looks at why
 _BROKEN_BODIES = 100  # a server that sends a few bytes and breaks off, again and again, ends here
 
 
@@ -128,8 +129,19 @@ class Transport:
         # Threads start as they are needed; the bound only has to exceed what callers have in flight.
         self._pool = ThreadPoolExecutor(256, thread_name_prefix="knonik-get")
 
-    def read(self, get: Get, offset: int, length: int | None, version: str | None, where: str) -> bytes:
+    def read(
+        self,
+        get: Get,
+        offset: int,
+        length: int | None,
+        version: str | None,
+        where: str,
+        until: threading.Event | None = None,
+    ) -> bytes:
         """The `length` bytes from `offset` of an object (None: all of them), in one piece of one version.
+
+        Args:
+            until: set, the read is given up soon; a request under way goes on without anybody.
 
         Raises:
             ObjectChanged, ObjectMissing, StoreUnavailable, StoreError: with `where`, the number of requests and the
@@ -137,7 +149,7 @@ class Transport:
         """
         self._counters.add(in_flight=1)
         try:
-            body = self._read(get, offset, length, version, where)
+            body = self._read(get, offset, length, version, where, until)
         except BaseException:
             self._counters.add(in_flight=-1, failed=1)
             raise
@@ -146,9 +158,9 @@ class Transport:
 
     def call(self, request: Callable[[], T], what: str) -> T:
         """The result of a small request that is not a read of bytes; it raises `Fault` where it fails."""
-        tries = _Tries(f"{what}")
+        tries = _Tries(what)
         while True:
-            self._admit(what)
+            self._admit(tries)
             try:
                 return request()
             except Fault as fault:
@@ -159,14 +171,22 @@ class Transport:
         self._closed.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _read(self, get: Get, offset: int, length: int | None, version: str | None, where: str) -> bytes:
-        tries = _Tries(f"cannot read {where}")
+    def _read(
+        self,
+        get: Get,
+        offset: int,
+        length: int | None,
+        version: str | None,
+        where: str,
+        until: threading.Event | None,
+    ) -> bytes:
+        tries = _Tries(f"cannot read {where}", until)
         stop = None if length is None else offset + length
         parts: list[bytes] = []
         start = offset
         while True:
-            self._admit(tries.what)
-            piece = self._race(get, start, stop, version, tries.throttled)
+            self._admit(tries)
+            piece = self._race(get, start, stop, version, tries)
             parts += piece.parts
             start += piece.size
             # Whatever comes next must belong to the same object: a resumed body is of one version.
@@ -179,11 +199,23 @@ class Transport:
             )
             self._after(fault, tries, progress=piece.size > 0)
 
-    def _admit(self, what: str) -> None:
+    def _admit(self, tries: "_Tries") -> None:
         """Wait for this request's turn."""
         wait_s = self._governor.admit(self._clock.now())
-        if self._closed.is_set() or (wait_s > 0 and self._clock.wait(self._closed, wait_s)):
-            raise StoreUnavailable(f"{what}: the store was closed")
+        if self._over(tries) or (wait_s > 0 and self._wait(tries, wait_s)):
+            raise StoreUnavailable(f"{tries.what}: the store was closed")
+
+    def _over(self, tries: "_Tries") -> bool:
+        return self._closed.is_set() or (tries.until is not None and tries.until.is_set())
+
+    def _wait(self, tries: "_Tries", wait_s: float) -> bool:
+        """Sleep; whether the store was closed, or the read is not wanted any more."""
+        if tries.until is None:
+            return self._clock.wait(self._closed, wait_s)
+        while wait_s > 0 and not self._over(tries):  # two events cannot be waited for at once
+            self._clock.wait(tries.until, min(wait_s, _LOOK_S))
+            wait_s -= _LOOK_S
+        return self._over(tries)
 
     def _after(self, fault: Fault, tries: "_Tries", *, progress: bool) -> None:
         """Raise what ends the read, or wait until it may go on."""
@@ -213,30 +245,46 @@ class Transport:
         self._counters.add(**{"resumed" if progress else "retries": 1})
         if tries.fruitless >= _WORTH_TELLING:
             logger.warning("%s: request %d failed (%s); the next in %.1f s", tries.what, tries.requests, fault, wait_s)
-        if self._clock.wait(self._closed, wait_s):
+        if self._wait(tries, wait_s):
             raise StoreUnavailable(f"{tries.what}: the store was closed; last: {fault}") from None
 
-    def _race(self, get: Get, start: int, stop: int | None, version: str | None, careful: bool) -> "_Piece":
+    def _race(self, get: Get, start: int, stop: int | None, version: str | None, tries: "_Tries") -> "_Piece":
         """One request, or two where the first is slow."""
+        careful = tries.throttled
         begun = self._clock.now()
         size = None if stop is None else stop - start
         patience_s = None if size is None or careful else self._patience.seconds(size)
         race = _Race(get, start, stop, version, careful)
-        if patience_s is None:
+        if patience_s is None and tries.until is None:
             race.run(0)
         else:
-            # The wait below can be cut short, a blocking request cannot: so it runs in a thread of the pool.
+            # The waits below can be cut short, a blocking request cannot: so it runs in a thread of the pool.
             self._submit(race, 0)
-            if not self._clock.wait(race.over, patience_s) and self._may_hedge() and race.enter():
+            in_time = patience_s is None or self._wait_for(race, tries, patience_s)
+            if not in_time and self._may_hedge() and race.enter():
                 self._counters.add(hedges=1)
                 self._submit(race, 1)
-            self._clock.wait(race.over, None)
+            self._wait_for(race, tries, None)
         if race.winner == 1:
             self._counters.add(hedge_wins=1)
         piece = race.result()
         if size is not None and piece.fault is None:
             self._patience.record(size, self._clock.now() - begun)
         return piece
+
+    def _wait_for(self, race: "_Race", tries: "_Tries", timeout_s: float | None) -> bool:
+        """Whether the race is over in time."""
+        if tries.until is None:
+            return self._clock.wait(race.over, timeout_s)
+        left_s = float("inf") if timeout_s is None else timeout_s
+        while left_s > 0:
+            if self._clock.wait(race.over, min(left_s, _LOOK_S)):
+                return True
+            if self._over(tries):
+                race.over.set()  # what comes now is for nobody
+                raise StoreUnavailable(f"{tries.what}: not wanted any more")
+            left_s -= _LOOK_S
+        return False
 
     def _may_hedge(self) -> bool:
         # A server that asks for fewer requests gets no doubled ones.
@@ -258,13 +306,14 @@ class _Tries:
     """What one read has been through."""
 
     what: str
+    until: threading.Event | None = None
     requests: int = 0
     fruitless: int = 0
     renewals: int = 0
     throttled: bool = False
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, what: str, until: threading.Event | None = None) -> None:
+        self.what, self.until = what, until
 
 
 @dataclass(kw_only=True)

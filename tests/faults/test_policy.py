@@ -173,6 +173,36 @@ def test_a_read_that_no_thread_has_taken_up_ends_with_the_store() -> None:
     assert "closed" in str(raised[0])
 
 
+@pytest.mark.parametrize("patience_s", [None, 3600.0])
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_read_that_is_not_wanted_any_more_is_given_up(answers: bool, patience_s: float | None) -> None:
+    transport = Transport(Policy(backoff_s=1000, backoff_cap_s=1000), Counters())
+    transport._patience.seconds = lambda size: patience_s  # type: ignore[method-assign]
+    until, begun, silent = threading.Event(), threading.Event(), threading.Event()
+    raised: list[BaseException] = []
+
+    def get(start: int, stop: int | None, version: str | None, careful: bool) -> Body:
+        begun.set()
+        if not answers:
+            silent.wait()
+        raise RESET
+
+    def read() -> None:
+        try:
+            transport.read(get, 0, 5, None, "x", until)
+        except StoreUnavailable as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    assert begun.wait(60)
+    until.set()
+    thread.join(60)
+    assert len(raised) == 1
+    silent.set()
+    transport.close()
+
+
 @pytest.mark.parametrize(
     ("kind", "error"),
     [(FaultKind.CHANGED, ObjectChanged), (FaultKind.ABSENT, ObjectMissing), (FaultKind.REFUSED, StoreError)],

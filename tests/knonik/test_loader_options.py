@@ -172,18 +172,18 @@ def test_too_many_bad_samples_are_raised(damaged: tuple[knonik.Dataset, set[tupl
 @pytest.mark.parametrize("order", ["exact", "blocks"])
 def test_a_video_without_readable_header_is_a_bad_sample(make_set, tmp_path: Path, order: str) -> None:
     root = Path(shutil.copytree(make_set((6, 12, 12), version="v2.1", cameras=1, gop=4), tmp_path / "set"))
-    dataset = knonik.open(root, cache_dir=tmp_path / "cache", background=False)
-    next(root.rglob("episode_000000.mp4")).unlink()
-    options: dict[str, Any] = {"batch_size": 6, "seed": 1, "order": order, "block_window": 12, "lanes": 2}
-    with Loader(dataset, on_bad_sample="skip", max_bad_share=0.3, **options) as loader:
-        batches = list(itertools.islice(loader, 5))
-        bad = loader.bad_samples
-    assert {(sample.episode, sample.frame) for sample in bad} == {(0, frame) for frame in range(6)}
-    assert all("episode_000000.mp4" in sample.reason for sample in bad)
-    for batch in batches:
-        assert_stock(dataset, batch)
-    with Loader(dataset, **options) as loader, pytest.raises(LoaderError, match="cannot read episode 0 frame"):
-        list(itertools.islice(loader, 5))
+    with knonik.open(root, cache_dir=tmp_path / "cache", background=False) as dataset:
+        next(root.rglob("episode_000000.mp4")).unlink()
+        options: dict[str, Any] = {"batch_size": 6, "seed": 1, "order": order, "block_window": 12, "lanes": 2}
+        with Loader(dataset, on_bad_sample="skip", max_bad_share=0.3, **options) as loader:
+            batches = list(itertools.islice(loader, 5))
+            bad = loader.bad_samples
+        assert {(sample.episode, sample.frame) for sample in bad} == {(0, frame) for frame in range(6)}
+        assert all("episode_000000.mp4" in sample.reason for sample in bad)
+        for batch in batches:
+            assert_stock(dataset, batch)
+        with Loader(dataset, **options) as loader, pytest.raises(LoaderError, match="cannot read episode 0 frame"):
+            list(itertools.islice(loader, 5))
 
 
 def test_a_mixture_fills_missing_cameras_with_black(make_set, dataset: knonik.Dataset, tmp_path: Path) -> None:

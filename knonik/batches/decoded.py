@@ -5,7 +5,6 @@ is there. All ranks of a node and all later runs share them. Pictures go through
 writes: a full disk is an error that ends the keeping, where a store into a mapping would end the process.
 """
 
-import errno
 import fcntl
 import hashlib
 import logging
@@ -53,17 +52,20 @@ class DecodedFrames:
         return bool((self._state[rows] == _HELD).all())
 
     def read(self, row: int, out: NDArray[Any]) -> bool:
-        """Copy the picture of a row into the contiguous `out`; False if it is not there."""
+        """Copy the picture of a row into the contiguous `out`; False if it is not there, or cannot be read."""
         if self._state[row] != _HELD:
             return False
-        if os.preadv(self._file, [out.data], row * self._frame_bytes) != self._frame_bytes:
-            return False
+        try:
+            if os.preadv(self._file, [out.data], row * self._frame_bytes) != self._frame_bytes:
+                return False
+        except OSError:
+            return False  # it is decoded once more
         with self._lock:
             self._hits += 1
         return True
 
     def write(self, row: int, picture: NDArray[Any]) -> None:
-        """Keep the picture of a row, unless the disk is full."""
+        """Keep the picture of a row, unless the disk is full or fails."""
         if self._full:
             return
         body, begin = np.ascontiguousarray(picture).data.cast("B"), row * self._frame_bytes
@@ -72,10 +74,9 @@ class DecodedFrames:
             while done < len(body):
                 done += os.pwrite(self._file, body[done:], begin + done)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
+            # Whatever it is: the pictures are there all the same, and no sample is bad for want of keeping it.
             self._full = True
-            logger.warning("the disk of the decoded pictures is full (%s); further ones are not kept", error)
+            logger.warning("decoded pictures can no longer be kept (%s); further ones are decoded each time", error)
             return
         with self._lock:  # also orders the picture's bytes before the mark for other processes
             self._state[row] = _HELD

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from knonik.fetch.disk import DiskCache
-from knonik.stores.base import ObjectChanged, ObjectInfo, Store
+from knonik.stores.base import ObjectChanged, ObjectInfo, Store, StoreUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,11 @@ class Residency:
         if again or key not in self._missing:
             info = self.objects[key]
             missing = self.disk.missing(key, info.version, info.size)
-            self._missing[key] = {offset // self._extent for offset, _ in missing}
+            numbers = {offset // self._extent for offset, _ in missing}
+            if again:
+                self._missing[key] = numbers
+            else:  # another thread may have looked meanwhile, and extents may have arrived since
+                self._missing.setdefault(key, numbers)
 
     def holds(self, key: str, offset: int, length: int) -> bool:
         """Whether all of a byte range is there; False for an object not looked at."""
@@ -93,7 +97,7 @@ class Fill:
     """Threads that read extents not on disk and put them there, needed ones first, until all is there or no room is.
 
     One process of a node fills a dataset at a time, the others look on and take over if it ends early. An extent that
-    cannot be read is left out and reported once: the samples in it are read, and their errors raised, where they are
+    cannot be read, though the store answers, is left out and reported once: the samples in it are read, and their errors raised, where they are
     needed.
 
     Args:
@@ -209,10 +213,12 @@ class Fill:
         ]
         for thread in others:
             thread.start()
-        self._bring(0, _Report(begun, there, self._total))
-        self._wind_up()
-        for thread in others:
-            thread.join()
+        try:
+            self._bring(0, _Report(begun, there, self._total))
+        finally:
+            self._wind_up()
+            for thread in others:
+                thread.join()
         there = self._residency.bytes_there()
         logger.info(
             "the disk cache holds %.2f of %.2f GB of the dataset after %.0f s%s",
@@ -271,10 +277,14 @@ class Fill:
             self._full = True
 
     def _failed(self, extent: Extent, error: OSError) -> None:
-        logger.warning("left out of the disk cache: %s", error)
+        later = isinstance(error, StoreUnavailable)
+        logger.warning("%s the disk cache: %s", "not yet brought to" if later else "left out of", error)
         with self._lock:
             self._failures += 1
             pause = self._failures % _MAX_FAILURES == 0
+            if later:  # nothing is known about the extent: it has its turn again
+                self._taken.discard(extent)
+                self._wanted[extent] = None
             if isinstance(error, ObjectChanged):  # none of its extents can be read any more
                 self._taken.update(self._residency.missing(extent[0]))
         if pause:

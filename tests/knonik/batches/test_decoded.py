@@ -71,22 +71,26 @@ def test_settings_are_apart_and_make_room(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.frames"))) == 1
 
 
-def test_a_full_disk_ends_the_keeping(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EIO])
+def test_a_disk_that_is_full_or_fails_ends_the_keeping(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
     kept = opened(tmp_path)
     kept.write(0, picture(5))
 
     def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr(decoded.os, "pwrite", full)
         kept.write(1, picture(6))
         kept.write(2, picture(6))
     assert len(caplog.records) == 1
-    assert "full" in caplog.text
+    assert os.strerror(number) in caplog.text
     assert (read(kept, 1), read(kept, 2)) == (None, None)
+    with monkeypatch.context() as patch:
+        patch.setattr(decoded.os, "preadv", full)
+        assert read(kept, 0) is None  # to be decoded once more
     np.testing.assert_array_equal(read(kept, 0), picture(5))
 
 

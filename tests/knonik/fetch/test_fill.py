@@ -12,7 +12,7 @@ from knonik.dataset import Dataset
 from knonik.fetch.disk import DiskCache
 from knonik.fetch.fill import Fill, Residency
 from knonik.fetch.source import PooledSource
-from knonik.stores.base import ObjectChanged
+from knonik.stores.base import ObjectChanged, StoreUnavailable
 
 EXTENT = 1000
 SIZES = {"a": 3500, "b": 1000, "c": 10}
@@ -141,6 +141,36 @@ def test_what_cannot_be_read_is_left_out(store: Any, cache: DiskCache, caplog: p
     assert filling.residency.missing("a") == [("a", 1)]
     assert filling.residency.incomplete() == ["a"]
     assert "left out of the disk cache: cannot read a bytes 1000-1999" in caplog.text
+
+
+def test_an_extent_has_its_turn_again_when_the_store_did_not_answer(store: Any, cache: DiskCache) -> None:
+    store.broken.add(("a", 0))
+
+    def back_from_now_on(text: str) -> StoreUnavailable:
+        store.broken.clear()
+        return StoreUnavailable(text)
+
+    store.error = back_from_now_on
+    filling = Filling(store, cache)
+    filling.wait()
+    assert filling.residency.complete()
+    assert len(store.ranges) == NUM_EXTENTS + 1
+
+
+def test_a_late_look_forgets_no_extent_that_has_arrived(store: Any, cache: DiskCache) -> None:
+    residency = Residency(cache, store.objects(""))
+    missing = cache.missing
+
+    def slow(key: str, version: str, size: int) -> list[tuple[int, int]]:
+        found = missing(key, version, size)
+        cache.missing = missing  # type: ignore[method-assign]
+        residency.look(key)  # another thread is faster, and one of the extents arrives
+        residency.arrived((key, 1))
+        return found
+
+    cache.missing = slow  # type: ignore[method-assign]
+    residency.look("a")
+    assert residency.holds("a", EXTENT, EXTENT)
 
 
 def test_a_disk_that_fails_ends_the_fill(

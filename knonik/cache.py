@@ -21,6 +21,10 @@ def cache_root(cache_dir: str | os.PathLike[str] | None) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "knonik"
 
 
+class CacheFolderError(OSError):
+    """The folder for derived files cannot be written to; the message names it and what sets it."""
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary sibling to write to, which becomes `path` when the block ends well and is deleted otherwise.
@@ -44,9 +48,20 @@ def one_builder(folder: Path, what: str) -> Iterator[None]:
 
     The lock belongs to the open file: it ends with the process, however that ends. Where a file system has no locks the
     builders do the same work side by side, which costs time and nothing else.
+
+    Raises:
+        CacheFolderError: nothing can be kept there.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f".{what}.lock").open("w") as lock:
+    path = folder / f".{what}.lock"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = path.open("w")
+    except OSError as error:
+        raise CacheFolderError(
+            f"nothing can be kept in {folder} ({error.strerror}); give a cache folder that can be written to: "
+            "cache_dir, $KNONIK_CACHE, or data.cache.dir of a recipe"
+        ) from error
+    with lock:
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield

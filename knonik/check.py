@@ -42,11 +42,16 @@ def check_dataset(dataset: Dataset, columns: Sequence[str] | None = None) -> Fin
     table = dataset.episodes
     found.facts["rows"] = f"{len(dataset):,} in {len(table):,} episodes, {dataset.version}, {dataset.fps:g} fps"
     _info(dataset, found)
-    found.problems.extend(data_file_problems(dataset.store, dataset.episodes))
-    if not found.problems:
-        _columns(dataset, columns, found)
-        _texts(dataset, found)
+    broken = _cut_off(dataset.store, dataset.episodes)
+    found.problems.extend(_cut_off_lines(dataset.episodes, broken))
     dataset.index.wait()
+    if broken:  # the rest is told of the other episodes
+        keep = table.ids[~np.isin(table.data_object, broken)]
+        if not len(keep):
+            return found
+        dataset = dataset.subset(keep.tolist())
+    _columns(dataset, columns, found)
+    _texts(dataset, found)
     damaged = dataset.index.errors
     found.problems.extend(str(damaged[key]) for key in sorted(damaged))
     for camera in (*dataset.cameras, *dataset.depth_cameras):
@@ -67,6 +72,10 @@ def _info(dataset: Dataset, found: Findings) -> None:
 
 def data_file_problems(store: Store, episodes: EpisodeTable) -> list[str]:
     """Parquet files without their end, as a recorder leaves them that was stopped; one short read a file."""
+    return _cut_off_lines(episodes, _cut_off(store, episodes))
+
+
+def _cut_off(store: Store, episodes: EpisodeTable) -> list[int]:
     sizes = store.sizes("data")
     broken = []
     for number, key in enumerate(episodes.data_keys):
@@ -74,6 +83,10 @@ def data_file_problems(store: Store, episodes: EpisodeTable) -> list[str]:
         tail = store.read_range(key, size - 8, 8) if size >= 12 else b""
         if tail[-4:] != b"PAR1" or int.from_bytes(tail[:4], "little") > size - 12:
             broken.append(number)
+    return broken
+
+
+def _cut_off_lines(episodes: EpisodeTable, broken: Sequence[int]) -> list[str]:
     return [
         f"{episodes.data_keys[number]}: no Parquet footer, the recording was cut off; episodes "
         f"{_few(episodes.ids[episodes.data_object == number].tolist())} cannot be read"
@@ -85,12 +98,11 @@ def _columns(dataset: Dataset, columns: Sequence[str] | None, found: Findings) -
     stored = _stored_statistics(dataset)
     numeric = [key for key, feature in dataset.features.items() if feature["dtype"].startswith(_NUMERIC)]
     for key in columns if columns is not None else numeric:
-        try:
-            values = dataset.column(key)
-        except (ValueError, OSError, KeyError) as error:
-            found.problems.append(f"column {key}: {error}")
+        values = _column(dataset, key, found)
+        if values is None:
             continue
-        wild = np.flatnonzero(~np.isfinite(values).all(axis=1))
+        rows = _rows(dataset)
+        wild = rows[~np.isfinite(values[rows]).all(axis=1)]
         if len(wild):
             episodes = np.unique(_episode_of(dataset, wild)).tolist()
             found.problems.append(f"column {key}: {len(wild):,} rows are not finite, in episodes {_few(episodes)}")
@@ -108,6 +120,23 @@ def _columns(dataset: Dataset, columns: Sequence[str] | None, found: Findings) -
             )
 
 
+def _column(dataset: Dataset, key: str, found: Findings) -> Any:
+    """Values of a column; None, and a problem, where they cannot be had."""
+    try:
+        return dataset.column(key)
+    except (ValueError, OSError, KeyError) as error:
+        if (line := f"column {key}: {error}") not in found.problems:
+            found.problems.append(line)
+        return None
+
+
+def _rows(dataset: Dataset) -> NDArray[np.int64]:
+    """Rows of the episodes in use."""
+    table = dataset.episodes
+    inside = np.arange(len(dataset)) - np.repeat(np.cumsum(table.length) - table.length, table.length)
+    return np.repeat(table.first_row, table.length) + inside
+
+
 def _stored_statistics(dataset: Dataset) -> dict[str, Any]:
     if not dataset.store.exists("meta/stats.json"):
         return {}
@@ -119,7 +148,10 @@ def _texts(dataset: Dataset, found: Findings) -> None:
     if "task_index" not in dataset.features:
         found.warnings.append("there is no column task_index; samples have no text")
         return
-    values = np.unique(dataset.column("task_index")).tolist()
+    column = _column(dataset, "task_index", found)
+    if column is None:
+        return
+    values = np.unique(column[_rows(dataset)]).tolist()
     if unknown := [value for value in values if value not in dataset.tasks]:
         found.problems.append(f"task_index {_few(unknown)} stand in the rows but not in the table of tasks under meta/")
     if empty := [value for value in values if value in dataset.tasks and not dataset.tasks[value].strip()]:
@@ -154,8 +186,9 @@ def _times(dataset: Dataset, camera: str, found: Findings) -> None:
             f"{camera}: {far:,} rows have no frame within {TOLERANCE_S:g} s of their timestamp; asking for them is an "
             "error, as in the stock loader. match='index' pairs row k with frame k where the times are wrong"
         )
-    if "timestamp" in dataset.features:
-        first = dataset.column("timestamp")[dataset.rows(dataset.episodes.ids, np.zeros_like(dataset.episodes.ids)), 0]
+    times = _column(dataset, "timestamp", found) if "timestamp" in dataset.features else None
+    if times is not None:
+        first = times[dataset.episodes.first_row, 0]
         late = np.unique(first.round(4))
         if len(late) == 1 and abs(late[0]) > TOLERANCE_S:
             line = (

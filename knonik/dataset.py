@@ -1,6 +1,7 @@
 """`open` a LeRobot dataset where it lies, and ask it for frames, rows, order and statistics."""
 
 import copy
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -202,6 +203,11 @@ class Dataset:
         """
         key, number = self.locate(episode, camera, frame)
         off_s = self.index.off_s(camera, episode, frame)
+        if math.isinf(off_s):
+            raise ValueError(
+                f"episode {episode}, camera {camera}, frame {frame}: the row has no timestamp: "
+                "its data file is damaged, or holds none here"
+            )
         if off_s:
             raise ValueError(
                 f"episode {episode}, camera {camera}, frame {frame}: the nearest video frame ({number} of {key}) is "

@@ -259,9 +259,12 @@ def _stock_rule(
 
 def _timestamps(dataset: Dataset, key: str) -> dict[int, NDArray[np.float32]]:
     """Timestamps in a data file by episode id; by -1 if the file does not say whose rows it holds."""
-    with _open(dataset, key) as file:
-        parquet = pq.ParquetFile(file)
-        rows = parquet.read(columns=[c for c in ("timestamp", "episode_index") if c in parquet.schema_arrow.names])
+    try:
+        with _open(dataset, key) as file:
+            parquet = pq.ParquetFile(file)
+            rows = parquet.read(columns=[c for c in ("timestamp", "episode_index") if c in parquet.schema_arrow.names])
+    except (OSError, ValueError) as error:  # Arrow's own are ValueErrors, and name no file
+        raise ValueError(f"{key}: {error}") from error
     timestamps = np.ravel(np.array(rows.column("timestamp").to_pylist(), np.float32))
     if "episode_index" not in rows.column_names:
         return {-1: timestamps}

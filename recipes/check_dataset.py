@@ -22,9 +22,12 @@ def dataset_problems(recipe: Recipe) -> list[str]:
     if dataset_to_come(recipe):
         return problems
     import knonik
+    from knonik.cache import CacheFolderError
 
     try:
         dataset = knonik.open(recipe.data.uri, cache_dir=recipe.data.cache.dir, match=recipe.data.match)
+    except CacheFolderError as error:
+        return [*problems, f"data.cache.dir: {error}"]
     except (OSError, ValueError) as error:
         return [*problems, f"data.uri: {error}"]
     with dataset:
@@ -94,6 +97,11 @@ def _anchors(recipe: Recipe, dataset: Any) -> list[str]:
         dataset = training_part(recipe, dataset)
     except ValueError as error:
         return [f"data.validation: {error}"]
+    try:
+        # The column that `open` has read by now: whether the data files of these episodes can be read at all.
+        dataset.columns(["timestamp"] if "timestamp" in dataset.features else [])
+    except (OSError, ValueError) as error:
+        return [f"data.uri: {error}; leave its episodes out with data.episodes, `knonik check` names all of them"]
     try:
         dataset.anchors(recipe.data.horizon if recipe.data.edge == "inside" else 1)
     except ValueError as error:

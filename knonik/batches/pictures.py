@@ -1,5 +1,6 @@
 """From the jobs of a plan to pictures in a batch's memory: read, decode, prepare, and keep what is wanted again."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -188,6 +189,8 @@ def _check_times(plan: BatchPlan, job: GopJob, dataset: Dataset) -> None:
     for place in job.places:
         episode, frame = sample(plan, job.camera, place)
         if off_s := dataset.index.off_s(job.source_camera, episode, frame):
+            if math.isinf(off_s):
+                raise ValueError("the row has no timestamp: its data file is damaged, or holds none here")
             raise ValueError(
                 f"the nearest video frame is {off_s:.6f} s off the row's timestamp (tolerance {TOLERANCE_S:g} s)"
             )

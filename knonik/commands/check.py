@@ -27,11 +27,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             return {"uri": args.uri, "ok": False, "problems": problems, "warnings": told, "facts": {}}
         with dataset:
             found = check_dataset(dataset, args.columns)
+    ends = tuple(found.problems)  # of what was warned of already
     return {
         "uri": dataset.uri,
         "ok": not found.problems,
         "problems": found.problems,
-        "warnings": [*dict.fromkeys(told), *found.warnings],
+        "warnings": [*(line for line in dict.fromkeys(told) if not line.endswith(ends)), *found.warnings],
         "facts": found.facts,
     }
 
@@ -74,8 +75,12 @@ def _warnings() -> Iterator[list[str]]:
         layer.propagate = propagated
 
 
+def _counted(problems: int) -> str:
+    return {0: "no problems", 1: "1 problem"}.get(problems, f"{problems} problems")
+
+
 def text(result: dict[str, Any]) -> str:
-    lines = [f"{result['uri']}: " + ("no problems" if result["ok"] else f"{len(result['problems'])} problems")]
+    lines = [f"{result['uri']}: " + (_counted(len(result["problems"])))]
     lines += [f"  problem  {line}" for line in result["problems"]]
     lines += [f"  warning  {line}" for line in result["warnings"]]
     lines += [f"  {name}: {value}" for name, value in result["facts"].items()]

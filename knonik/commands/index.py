@@ -60,7 +60,7 @@ def text(result: dict[str, Any]) -> str:
         *([f"depth cameras: {', '.join(result['depth_cameras'])}"] if result["depth_cameras"] else []),
         *([f"columns mapped: {', '.join(result['columns'])}"] if result["columns"] else []),
         f"{result['seconds']:.1f} s, {result['gets']:,.0f} reads, {format_size(result['get_bytes'])}",
-        *(f"cannot be used: {key}: {error}" for key, error in result["damaged"].items()),
+        *(f"cannot be used: {error}" for error in result["damaged"].values()),
         f"fingerprint {result['fingerprint']}",
         *([f"published as {result['published']}"] if result["published"] else []),
     ]

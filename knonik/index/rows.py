@@ -32,8 +32,8 @@ class CameraRows:
 
     @property
     def num_far_rows(self) -> int:
-        """Rows known so far whose frame breaks the stock tolerance."""
-        return len(self._far[0])
+        """Rows known so far whose frame breaks the stock tolerance; those without a timestamp are not counted."""
+        return int(np.isfinite(self._far[1]).sum())
 
     def known_objects(self) -> NDArray[np.bool_]:
         """[keys] whether all episodes of an object have their place."""

@@ -242,14 +242,22 @@ def read_container(file: IO[bytes], format: str = "rgb24") -> Iterator[tuple[flo
 
     The slow way, which shares nothing with `GopDecoder` but the codecs and swscale: what `knonik verify` compares with.
     `file` must be seekable; `format` is `rgb24` or `gray12le`.
+
+    Raises:
+        DecodeError: no video file, or a damaged one.
     """
-    with av.open(file, "r") as container:
-        stream: Any = container.streams.video[0]
-        stream.codec_context.thread_count = 1
-        for frame in container.decode(stream):
-            if format != "rgb24" and frame.format.name != format:
-                raise DecodeError(f"the frame at {frame.time} s is {frame.format.name}, expected {format}")
-            yield float(frame.pts * stream.time_base), frame.to_ndarray(format=format)
+    try:
+        with av.open(file, "r") as container:
+            if not container.streams.video:
+                raise DecodeError("the file holds no video")
+            stream: Any = container.streams.video[0]
+            stream.codec_context.thread_count = 1
+            for frame in container.decode(stream):
+                if format != "rgb24" and frame.format.name != format:
+                    raise DecodeError(f"the frame at {frame.time} s is {frame.format.name}, expected {format}")
+                yield float(frame.pts * stream.time_base), frame.to_ndarray(format=format)
+    except av.FFmpegError as error:  # some of them are OSErrors, ValueErrors or EOFErrors, and some are none
+        raise DecodeError(f"libav cannot read the file: {error}") from error
 
 
 def swscale_rgb(planes: NDArray[np.uint8], height: int, width: int, tags: FrameTags) -> NDArray[np.uint8]:

@@ -225,6 +225,16 @@ def test_a_damaged_file_is_named_and_the_rest_is_verified(make_set: Any, tmp_pat
     assert not report.ok
 
 
+@pytest.mark.parametrize("size", [0, 200, -40])
+def test_a_file_that_was_cut_off_is_named_too(make_set: Any, tmp_path: Path, size: int) -> None:
+    copy = shutil.copytree(make_set([6, 6], cameras=1, version="v2.1", codec="av1"), tmp_path / "set")
+    video = copy / "videos/chunk-000" / CAMERA / "episode_000001.mp4"
+    video.write_bytes(video.read_bytes()[:size])
+    report = check(copy, tmp_path / "cache")
+    assert report.frames == 6
+    assert [key.split("/")[-1] for key in report.failed] == ["episode_000001.mp4"]
+
+
 def test_real_datasets(shared_data: Path, tmp_path: Path) -> None:
     digests = [
         assert_all_equal_part(shared_data / name, tmp_path / "cache", episodes)

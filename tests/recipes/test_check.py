@@ -195,6 +195,30 @@ def test_a_run_folder_that_cannot_be_made_is_named(dataset: Path, tmp_path: Path
         assert line == f"run.dir: {where} cannot be a folder, {file} is a file"
 
 
+def test_a_cache_folder_that_cannot_be_made_is_named(dataset: Path, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    (line,) = report("gr00t_n17/finetune", *tiny(dataset, tmp_path, f"data.cache.dir={file}"))
+    assert line.startswith(f"data.cache.dir: nothing can be kept in {file}")
+
+
+def test_a_damaged_data_file_is_named_unless_its_episodes_are_left_out(dataset: Path, tmp_path: Path) -> None:
+    from knonik.write.lerobot import EpisodeData, write_lerobot
+
+    low = {key: np.zeros((24, 7), np.float32) for key in ("observation.state", "action")}
+    frames = {"observation.images.front": np.zeros((24, 32, 48, 3), np.uint8)}
+    folder = tmp_path / "damaged"
+    episodes = (EpisodeData(columns=low, frames=frames, task="wave") for _ in range(2))
+    write_lerobot(folder, episodes, fps=10, robot_type="none", codec="h264", version="v2.1")
+    path = folder / "data/chunk-000/episode_000001.parquet"
+    path.write_bytes(path.read_bytes()[:-100])
+    for _ in range(2):  # without an index, and with one
+        (line,) = report("gr00t_n17/finetune", *tiny(folder, tmp_path))
+        assert line.startswith("data.uri: data/chunk-000/episode_000001.parquet: ")
+        assert "data.episodes" in line
+    checked("gr00t_n17/finetune", list(tiny(folder, tmp_path, "data.episodes=[0]")))
+
+
 def test_a_feature_without_a_shape_is_named(dataset: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(dataset, tmp_path / "set")
     info = json.loads((copy / "meta/info.json").read_text())

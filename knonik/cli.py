@@ -28,16 +28,18 @@ def main(argv: list[str] | None = None) -> NoReturn:
     """Run one command; results go to standard output, progress and errors to standard error."""
     args = make_parser().parse_args(argv)
     logging.basicConfig(
-        level=logging.WARNING if args.quiet else logging.INFO,
         format="%(asctime)s %(message)s",
         datefmt="%H:%M:%S",
         stream=sys.stderr,
     )
+    # Not of the libraries: botocore tells at every start where it found its credentials.
+    logging.getLogger("knonik").setLevel(logging.WARNING if args.quiet else logging.INFO)
     command = import_module(f"knonik.commands.{args.command}")
     try:
         result: dict[str, Any] = command.run(args)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, MemoryError) as error:
         message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+        message = f"not enough memory: {message}" if isinstance(error, MemoryError) else message
         if args.json:
             _say(json.dumps({"ok": False, "error": message}))
         sys.stderr.write(f"knonik {args.command}: {message}\n")

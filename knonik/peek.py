@@ -66,6 +66,7 @@ def contact_sheet(
     columns = _curves(dataset) if columns is None else list(columns)
     if unknown := set(columns) - dataset.features.keys():
         raise KeyError(f"columns {sorted(unknown)} are unknown; the dataset has {', '.join(dataset.features)}")
+    dataset.columns([*columns, *([dataset.text_column] if dataset.tasks else [])])  # in one pass over the data files
     blocks = [_block(dataset, sample, cameras, columns) for sample in samples]
     sheet = Image.new(
         "RGB", (max((b.width for b in blocks), default=_NARROWEST), sum(b.height for b in blocks) or 1), _PAPER

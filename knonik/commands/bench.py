@@ -21,10 +21,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--order", choices=("exact", "blocks"), help="default: exact")
     parser.add_argument("--block-window", type=int, metavar="SAMPLES", help="of --order blocks: samples mixed")
     parser.add_argument("--transport", choices=("rgb24", "yuv420p"), help="default: rgb24")
-    parser.add_argument("--ram", type=parse_size, metavar="SIZE", help="compressed packets in memory, such as 1GB")
-    parser.add_argument("--disk", type=parse_size, metavar="SIZE", help="compressed packets on disk; 0 = none")
-    parser.add_argument("--decoded", type=parse_size, metavar="SIZE", help="decoded pictures on disk")
+    parser.add_argument("--ram", type=_size, metavar="SIZE", help="compressed packets in memory, such as 1GB")
+    parser.add_argument("--disk", type=_size, metavar="SIZE", help="compressed packets on disk; 0 = none")
+    parser.add_argument("--decoded", type=_size, metavar="SIZE", help="decoded pictures on disk")
     parser.add_argument("--world-size", type=int, default=1, help="ranks that share each batch; this is rank 0")
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:  # of which argparse would show only the name of the function
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _check(args: argparse.Namespace, is_local: bool) -> None:
+    """Refuse what the loader does not get to see, and what would change nothing."""
+    if args.seconds <= 0:
+        raise ValueError(f"--seconds={args.seconds:g} is not allowed; give more than 0")
+    for name, least in (("skip", 0), ("horizon", 1)):
+        if (value := getattr(args, name)) < least:
+            raise ValueError(f"--{name}={value} is not allowed; give {least} or more")
+    if args.block_window is not None and args.order != "blocks":
+        raise ValueError(f"--block-window={args.block_window} has no effect without --order blocks")
+    if is_local and (given := [f"--{name}" for name in ("ram", "disk") if getattr(args, name) is not None]):
+        raise ValueError(f"{' and '.join(given)}: no effect on {args.uri}, which is local and read directly")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -42,6 +62,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
     begin = time.perf_counter()
     with knonik.open(args.uri, cache_dir=args.cache_dir) as dataset:
+        _check(args, dataset.store.is_local)
         columns = [key for key in ("observation.state", "action") if key in dataset.features]
         loader = knonik.Loader(
             dataset,
@@ -88,6 +109,8 @@ def _measured(loader: Any, seconds: float) -> dict[str, Any]:
         "peak_rss_bytes": _peak_rss_bytes(),
         "gets_per_sample": counted.get("gets", 0.0) / samples,
         "get_bytes_per_sample": counted.get("get_bytes", 0.0) / samples,
+        **({"reads_per_sample": counted["reads"] / samples} if "reads" in counted else {}),
+        **({"read_bytes_per_sample": counted["read_bytes"] / samples} if "read_bytes" in counted else {}),
         "counted": {name: counted[name] for name in ("pool_hits", "disk_hits", "decoded_hits") if name in counted},
         "gauges": gauges,
         "stages": spent,
@@ -101,14 +124,15 @@ def _peak_rss_bytes() -> int:
 
 def text(result: dict[str, Any]) -> str:
     busiest = {name: stage["busy_s"] for name, stage in result["stages"].items()}
+    kind = "read" if "reads_per_sample" in result else "GET"  # of a local file, or of a store
     rows = [
         ("samples/s", f"{result['samples_per_s']:.1f}"),
         ("CPU-ms a sample", f"{result['cpu_ms_per_sample']:.2f}"),
         ("first batch after open", f"{result['first_batch_s']:.2f} s"),
         ("longest wait", f"{result['longest_wait_s']:.3f} s"),
         ("peak RSS", format_size(result["peak_rss_bytes"])),
-        ("reads a sample", f"{result['gets_per_sample']:.3f}"),
-        ("bytes read a sample", format_size(result["get_bytes_per_sample"])),
+        (f"{kind}s a sample", f"{result[f'{kind.lower()}s_per_sample']:.3f}"),
+        ("bytes read a sample", format_size(result[f"{kind.lower()}_bytes_per_sample"])),
         *((name.replace("_", " "), f"{value:,.0f}") for name, value in result["counted"].items()),
         *((f"{name} busy", f"{seconds:.1f} s") for name, seconds in busiest.items()),
     ]

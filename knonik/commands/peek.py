@@ -4,6 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+_MOST = 200  # rows; each is some 500 lines of pixels, and the sheet is made in memory
+
 HELP = "write a contact sheet of samples: pictures, instruction, states and actions"
 
 
@@ -25,8 +27,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from knonik.cache import replacing
     from knonik.peek import Sample, contact_sheet, png, random_samples
 
-    if args.count < 1:
-        raise ValueError(f"--count={args.count} is not allowed; give 1 or more")
+    if not 1 <= args.count <= _MOST:
+        raise ValueError(f"--count={args.count} is not allowed; give 1 to {_MOST}")
+    if args.output.suffix.lower() != ".png" or args.output.is_dir():
+        raise ValueError(f"--output {args.output} is no PNG file; give a name that ends in .png")
     named = [_parse(entry) for entry in args.samples or []]
     with knonik.open(args.uri, cache_dir=args.cache_dir) as dataset:
         samples = [Sample(episode=e, frame=f) for e, f in named] or random_samples(dataset, args.count, args.seed)

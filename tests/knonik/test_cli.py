@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from knonik.cli import main, make_parser
+from knonik.dataset import open as open_dataset
 from knonik.sizes import format_size, parse_size
 from knonik.write.lerobot import EpisodeData, write_lerobot
 
@@ -141,6 +142,43 @@ def test_a_recording_that_was_cut_off_is_named(tmp_path: Path, capsys: pytest.Ca
     assert code == 1
     assert "data/chunk-000/episode_000001.parquet: no Parquet footer" in result["problems"][0]
     assert "episodes 1 cannot be read" in result["problems"][0]
+    assert len(result["problems"]) == 1
+    assert result["facts"]["tasks"]  # of the other episodes
+    with open_dataset(folder, cache_dir=tmp_path / "cache", episodes=[0]):
+        pass  # the index is there now, so opening stumbles over nothing
+    assert checked(folder, tmp_path / "cache", capsys) == (code, result | {"warnings": []})
+
+
+def test_a_cache_folder_that_cannot_be_written_to_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = written(tmp_path / "set")
+    (tmp_path / "file").touch()
+    code, out = knonik("bench", folder, "--cache-dir", tmp_path / "file", "--json", capsys=capsys)
+    assert code == 2
+    assert f"nothing can be kept in {tmp_path / 'file'}" in json.loads(out)["error"]
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("bench --ram 4QB", "'4QB' is not a size; give bytes, or a number with kB, MB"),
+        ("bench --disk=-4", "'-4' is not a size"),
+        ("bench --ram 1GB", "--ram: no effect on"),
+        ("bench --block-window 10", "--block-window=10 has no effect without --order blocks"),
+        ("bench --seconds -3", "--seconds=-3 is not allowed; give more than 0"),
+        ("bench --skip -3", "--skip=-3 is not allowed; give 0 or more"),
+        ("bench --horizon 0", "--horizon=0 is not allowed; give 1 or more"),
+        ("peek --count 100000", "--count=100000 is not allowed; give 1 to 200"),
+        ("peek --output sheet.jpg", "--output sheet.jpg is no PNG file"),
+        ("peek --output .", "--output . is no PNG file"),
+    ],
+)
+def test_what_cannot_work_is_said_in_one_line(
+    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, said: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command.split(), str(dataset), "--cache-dir", str(tmp_path), "--quiet"])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 def test_a_damaged_video_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from loader_knonik import planner_of
+
 _HELD_SAMPLES = 512  # samples whose packets are kept and decoded again and again
 
 
@@ -96,19 +98,7 @@ def _held(spec: dict[str, Any]) -> list[list[_Job]]:
 
 
 def _batches(dataset: Any, spec: dict[str, Any]) -> Iterator[list[_Job]]:
-    from knonik.order.plan import Planner
-
-    planner = Planner(
-        dataset,
-        batch_size=int(spec["batch"]),
-        seed=0,
-        windows={**{camera: [0] for camera in dataset.cameras}, "action": range(int(spec["horizon"]))},
-        edge="inside",
-        cameras=dataset.cameras,
-        rank=0,
-        world_size=1,
-        shuffle=True,
-    )
+    planner = planner_of(dataset, spec)
     for begin in itertools.count(0, planner.global_batch):
         jobs = []
         for job in planner.plan(begin).jobs:

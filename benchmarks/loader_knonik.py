@@ -1,7 +1,10 @@
 """Our own loader for the benchmarks, with the options named in the specification."""
 
-from pathlib import Path
+import itertools
+import time
 from typing import Any
+
+_KNOWN_AHEAD = 256  # batches a loader looks ahead at most
 
 
 def imports(spec: dict[str, Any]) -> None:
@@ -31,6 +34,7 @@ class Ours:
             from models.gr00t_n17.images import FirstResize
 
             options["prefix"] = FirstResize(int(edge))
+        self._spec, self._taken, self._ram_bytes = spec, 0, int(options.get("ram_bytes", 1 << 30))
         self._dataset = knonik.open(spec["data"], cache_dir=spec["cache"])
         self._loader = knonik.Loader(
             self._dataset,
@@ -46,6 +50,7 @@ class Ours:
     def take(self) -> int:
         self._batch = None
         self._batch = next(self._loader)
+        self._taken += 1
         return len(self._batch)
 
     def settled(self) -> bool:
@@ -56,6 +61,33 @@ class Ours:
         read = getattr(self._loader, "gauges", None)
         return dict(read()) if read else {}
 
+    def foretold(self, batches: int) -> dict[str, float]:
+        """Requests and their bytes for all batches since the start, and what `predict` says of the same plans."""
+        from knonik.fetch.source import predict
+
+        for _ in range(batches):
+            self.take()
+        # Nobody takes, so the ring fills, and then it is known which batches are done.
+        while (gauges := self.gauges())["ring_ready"] < gauges["ring_batches"]:
+            time.sleep(0.05)
+        done = self._taken + int(gauges["ring_batches"])
+        planner = planner_of(self._dataset, self._spec)
+        assert planner.digest == self._loader.state_dict()["order"]
+        plans = map(planner.plan, itertools.count(0, planner.global_batch))
+        known = itertools.islice(plans, done + _KNOWN_AHEAD)
+        plan = predict(self._dataset, known, ram_bytes=self._ram_bytes, count=done)
+        samples = done * planner.global_batch
+        return {
+            "batches": done,
+            "gets": gauges["done_gets"],
+            "get_bytes": gauges["done_get_bytes"],
+            "predicted_gets": plan.gets,
+            "predicted_get_bytes": plan.get_bytes,
+            "gets_per_sample": gauges["done_gets"] / samples,
+            "get_bytes_per_sample": gauges["done_get_bytes"] / samples,
+            **{name: gauges.get(name, 0.0) for name in ("retries", "hedges", "forced_decisions", "pool_hits")},
+        }
+
     def close(self) -> None:
         self._loader.close()
         self._dataset.close()
@@ -65,9 +97,18 @@ def open_source(spec: dict[str, Any]) -> Ours:
     return Ours(spec)
 
 
-def build_index(uri: str, cache: Path) -> None:
-    """Make index and columns, for runs that are to find them."""
-    import knonik
+def planner_of(dataset: Any, spec: dict[str, Any]) -> Any:
+    """The batches of the loader above in its default order."""
+    from knonik.order.plan import Planner
 
-    with knonik.open(uri, cache_dir=cache) as dataset:
-        dataset.columns(["observation.state", "action", "task_index"])
+    return Planner(
+        dataset,
+        batch_size=int(spec["batch"]),
+        seed=0,
+        windows={**{camera: [0] for camera in dataset.cameras}, "action": range(int(spec["horizon"]))},
+        edge="inside",
+        cameras=dataset.cameras,
+        rank=0,
+        world_size=1,
+        shuffle=True,
+    )

@@ -17,16 +17,14 @@ def tree(pid: int) -> Iterator[psutil.Process]:
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds of the tree since it began, ended children included."""
+    """CPU seconds of the tree since it began, ended children included at every level."""
     total = 0.0
     for process in tree(pid):
         try:
             times = process.cpu_times()
         except psutil.Error:
             continue
-        total += times.user + times.system
-        if process.pid == pid:
-            total += times.children_user + times.children_system
+        total += times.user + times.system + times.children_user + times.children_system
     return total
 
 

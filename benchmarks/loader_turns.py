@@ -15,6 +15,7 @@ from typing import Any
 from loader_measure import PeakPss, forget_pages
 
 HERE = Path(__file__).resolve().parent
+_FORETOLD_BATCHES = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,7 @@ class Entry:
     python: str = sys.executable
     server: "Server | None" = None
     warm_samples: int = 0
+    turn_samples: int = 0  # where work comes in units so large that a few seconds say nothing: one turn, of so many
     paced: bool = False
 
     @property
@@ -176,6 +178,8 @@ def _measure(entries: list[Entry], args: argparse.Namespace) -> list[dict[str, A
         for number in range(args.rounds):
             # The one that follows a heavy neighbour is not always the same.
             for place in _rotated(len(workers), number):
+                if number and workers[place].entry.turn_samples:
+                    continue
                 try:
                     turns[place].append(_turn(workers[place], args.seconds))
                 except WorkerFailed as error:
@@ -190,9 +194,16 @@ def _measure(entries: list[Entry], args: argparse.Namespace) -> list[dict[str, A
         for worker in workers:
             worker.kill()
     for entry, row in zip([worker.entry for worker in workers], rows, strict=True):
-        if entry.paced and args.paced_steps and "samples_per_s" in row:
-            row["paced"] = _paced(entry, args)
-            _say(entry, row)
+        if "samples_per_s" not in row:
+            continue
+        try:
+            if entry.server is not None:
+                row["foretold"] = _foretold(entry)
+            if entry.paced and args.paced_steps:
+                row["paced"] = _paced(entry, args)
+                _say(entry, row)
+        except WorkerFailed as error:
+            print(error, file=sys.stderr)
     return [row for row in rows if "samples_per_s" in row]
 
 
@@ -232,7 +243,7 @@ def _turn(worker: Worker, seconds: float) -> dict[str, Any]:
     server = worker.entry.server
     worker.resume()
     before = server.stats() if server is not None else {}
-    found = worker.tell("run", seconds=seconds)
+    found = worker.tell("run", seconds=seconds, samples=worker.entry.turn_samples)
     if server is not None:
         found["server"] = {key: value - before.get(key, 0) for key, value in server.stats().items()}
     worker.pause()
@@ -251,7 +262,7 @@ def _summary(turns: list[dict[str, Any]]) -> dict[str, Any]:
         "gauges": last["gauges"],
     }
     if "server" in last:
-        found["server_steady"] = last["server"]
+        found["server_steady"] = {key: sum(turn["server"][key] for turn in turns) for key in last["server"]}
     return found
 
 
@@ -267,6 +278,21 @@ def _paced(entry: Entry, args: argparse.Namespace) -> dict[str, Any]:
         return {"rate": rate, **worker.tell("pace", period_s=batch / (args.pace * rate), steps=args.paced_steps)}
     finally:
         worker.close()
+
+
+def _foretold(entry: Entry) -> dict[str, Any]:
+    """Requests of a run without disk cache, beside the prediction; once with room for all, once with evictions."""
+    found = {}
+    for name, ram_bytes in (("ram_1_gib", 1 << 30), ("ram_16_mib", 16 << 20)):
+        options = {**entry.spec["options"], "disk_bytes": 0, "ram_bytes": ram_bytes}
+        worker = Worker(replace(entry, spec={**entry.spec, "options": options}))
+        try:
+            found[name] = worker.tell("foretold", batches=_FORETOLD_BATCHES)
+        finally:
+            worker.close()
+        print(f"{entry.loader} {name}: {found[name]}", file=sys.stderr, flush=True)
+    equal = all((f["gets"], f["get_bytes"]) == (f["predicted_gets"], f["predicted_get_bytes"]) for f in found.values())
+    return {**found, "equal": equal}
 
 
 def _rotated(count: int, by: int) -> list[int]:

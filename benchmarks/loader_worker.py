@@ -2,10 +2,11 @@
 
 Reads one JSON command a line and answers each with one JSON line:
 
-    {"do": "run", "seconds": 5}              batches as fast as they come
+    {"do": "run", "seconds": 5, "samples": 0}   batches as fast as they come, for so long and at least so many samples
     {"do": "skip", "samples": 2456}          the same, not measured
     {"do": "pace", "period_s": 0.1, "steps": 3000}   a step that takes `period_s` after every batch
     {"do": "settle", "timeout_s": 60}        work until what goes on in the background is done
+    {"do": "foretold", "batches": 20}        requests made for so many batches, beside those its plan foretold
 """
 
 import importlib
@@ -58,23 +59,23 @@ def main() -> None:
     source.close()
 
 
-def run(source: Source, seconds: float, settle: int = 4) -> dict[str, Any]:
+def run(source: Source, seconds: float, samples: int = 0, settle: int = 4) -> dict[str, Any]:
     """Full speed; `settle` batches first, so that what was made ahead while nobody asked does not count."""
     import loader_measure as measure
 
     for _ in range(settle):
         source.take()
-    pid, samples, longest = os.getpid(), 0, 0.0
+    pid, taken, longest = os.getpid(), 0, 0.0
     before = source.gauges()
     busy, cpu, begin = measure.machine_busy_s(), measure.cpu_s(pid), time.perf_counter()
-    while time.perf_counter() - begin < seconds:
+    while time.perf_counter() - begin < seconds or taken < samples:
         asked = time.perf_counter()
-        samples += source.take()
+        taken += source.take()
         longest = max(longest, time.perf_counter() - asked)
     wall_s, cpu = time.perf_counter() - begin, measure.cpu_s(pid) - cpu
     others = measure.machine_busy_s() - busy - cpu
     return {
-        "samples": samples,
+        "samples": taken,
         "wall_s": wall_s,
         "cpu_s": cpu,
         "longest_s": longest,
@@ -109,6 +110,7 @@ def pace(source: Source, period_s: float, steps: int) -> dict[str, Any]:
     source.take()  # the first batch is not part of it
     waits: list[float] = []
     delays = [measure.run_delay_s()] * 4
+    first_delay = delays[0]
     withheld = 0
     busy, cpu, begin = measure.machine_busy_s(), measure.cpu_s(os.getpid()), time.perf_counter()
     for _ in range(steps):
@@ -129,13 +131,18 @@ def pace(source: Source, period_s: float, steps: int) -> dict[str, Any]:
         "over_1s": sum(wait > 1 for wait in waits),
         "over_2ms": sum(wait > 0.002 for wait in waits),
         "over_2ms_withheld": withheld,
+        "total_wait_s": sum(waits),
         "wait_share": sum(waits) / total_s,
         "others_cores": max(0.0, others / total_s),
-        "run_delay_share": (delays[-1] - delays[0]) / total_s if steps < 4 else None,
+        "run_delay_share": (delays[-1] - first_delay) / total_s,
     }
 
 
-_COMMANDS = {"run": run, "skip": skip, "settle": settle, "pace": pace}
+def foretold(source: Any, batches: int) -> dict[str, Any]:
+    return dict(source.foretold(batches))
+
+
+_COMMANDS = {"run": run, "skip": skip, "settle": settle, "pace": pace, "foretold": foretold}
 
 
 def _send(channel: Any, answer: dict[str, Any]) -> None:

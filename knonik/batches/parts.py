@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from knonik.batches.decoded import DecodedFrames, open_decoded
+from knonik.columns.arrays import data_version
 from knonik.dataset import Dataset
 from knonik.fetch.source import PacketSource, packet_source
 from knonik.video.colour import ColourSpec
@@ -217,7 +218,9 @@ def _decoded(
     for camera, key in cameras.items():
         spec = specs[camera]
         # What pictures depend on beside the dataset: how they were made, and the very objects they were made from.
-        objects = "\0".join(dataset.index.version(name) for name in dataset.episodes.cameras[key].keys)
+        # Rows also find their pictures by the timestamps in the data.
+        versions = [dataset.index.version(name) for name in dataset.episodes.cameras[key].keys]
+        objects = "\0".join([*versions, data_version(dataset.episodes)])
         made = f"{transport} {prefix.key if prefix is not None and spec.prefixed else ''} {_text(spec)}"
         settings[key] = f"{made} {hashlib.sha256(objects.encode()).hexdigest()}", spec.num_bytes
     kept = open_decoded(

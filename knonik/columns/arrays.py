@@ -99,8 +99,13 @@ def _gaps(place: Path, name: str) -> dict[str, str]:
 
 def columns_folder(folder: Path, episodes: EpisodeTable) -> Path:
     """Where what is derived from the rows is kept: another folder for other versions of the data objects."""
+    return folder / f"columns-{data_version(episodes)}"
+
+
+def data_version(episodes: EpisodeTable) -> str:
+    """Changes whenever the rows may have changed: a short text made of the versions of all data objects."""
     versions = json.dumps([[key, info.version] for key, info in _listed(episodes).items()])
-    return folder / f"columns-{hashlib.sha256(versions.encode()).hexdigest()[:16]}"
+    return hashlib.sha256(versions.encode()).hexdigest()[:16]
 
 
 def _listed(episodes: EpisodeTable) -> dict[str, ObjectInfo]:

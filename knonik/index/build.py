@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from knonik.cache import replacing
-from knonik.columns.arrays import load_columns
+from knonik.columns.arrays import data_version, load_columns
 from knonik.index.cache import index_path, latest_path, one_reader, read_index
 from knonik.index.file import PackedTable, StoredIndex, encode_index, pack_table, unpack_table
 from knonik.index.gop import ObjectIndex
@@ -60,6 +60,7 @@ class IndexBuilder:
         for name, rows in self.rows.items():
             for number, key in enumerate(rows.camera.keys):
                 self._users.setdefault(key, []).append((name, number))
+        self._data = data_version(metadata.episodes)
         self._queue = iter(self._users)  # what the background has still to look at
         self._headers = HeaderReader(store)
         self._packed: dict[str, PackedTable] = {}
@@ -190,7 +191,9 @@ class IndexBuilder:
         with self._lock:
             fresh = usable - self._done
             self._packed |= {key: stored.tables[key] for key in fresh}
-            if same and stored.match == self._match:
+            # Row k has frame k whatever its timestamp; else a data file of the same size may hold other ones.
+            rows_hold = self._match == "index" or other_place or stored.data == self._data
+            if same and stored.match == self._match and rows_hold:
                 known = {}
                 for name, rows in self.rows.items():
                     if name in stored.rows:
@@ -211,6 +214,7 @@ class IndexBuilder:
                 fingerprint=self._metadata.fingerprint,
                 uri=self._store.uri,
                 match=self._match,
+                data=self._data,
                 tables=tables,
                 versions={key: self.version(key) for key in tables},
                 rows={name: rows.stored(without[name]) for name, rows in self.rows.items()},

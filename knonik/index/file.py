@@ -49,13 +49,14 @@ class StoredRows:
 class StoredIndex:
     """An index or a part of one.
 
-    fingerprint, uri: dataset and where it lay. match: rule by which rows found their frames. tables, versions: by
-    object key. rows: by camera.
+    fingerprint, uri: dataset and where it lay. match: rule by which rows found their frames. data: version of the data
+    files whose timestamps did that. tables, versions: by object key. rows: by camera.
     """
 
     fingerprint: str
     uri: str
     match: str
+    data: str
     tables: Mapping[str, PackedTable]
     versions: Mapping[str, str]
     rows: Mapping[str, StoredRows]
@@ -121,6 +122,7 @@ def encode_index(index: StoredIndex) -> bytes:
         "fingerprint": index.fingerprint,
         "uri": index.uri,
         "match": index.match,
+        "data": index.data,
         "codecs": [{**asdict(codec), "extradata": codec.extradata.hex()} for codec in codecs],
         "objects": [
             [key, index.versions.get(key, ""), number[table.codec], len(table.body)]
@@ -174,6 +176,7 @@ def decode_index(body: bytes) -> StoredIndex:
         fingerprint=header["fingerprint"],
         uri=header["uri"],
         match=header["match"],
+        data=header.get("data", ""),
         tables=tables,
         versions=versions,
         rows=rows,

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import knonik
@@ -171,6 +173,22 @@ def test_changed_objects_are_named_and_read_again(root: Path, tmp_path: Path, ca
     assert "1 video objects have changed" in caplog.text
     assert set(store.reads) == {"videos/chunk-000/observation.images.cam0/episode_000003.mp4"}
     assert _all(index) == _all(first)
+
+
+def test_rows_find_their_frames_again_when_the_data_has_changed(root: Path, tmp_path: Path) -> None:
+    (path,) = root.rglob("episode_000001.parquet")
+    table = pq.read_table(path)
+    place = table.schema.get_field_index("timestamp")
+    seen = set()
+    for order in (np.arange(6), np.arange(6)[::-1]):
+        times = pa.array(order / np.float32(10), table.schema.field(place).type)
+        pq.write_table(table.set_column(place, table.schema.field(place), times), path, compression="none")
+        os.utime(path, ns=(order[0] + 1,) * 2)
+        for _ in range(2):  # matched, and as kept
+            index, _, metadata = _loaded(root, tmp_path)
+            assert [index.locate(1, CAM, row)[1] for row in range(6)] == order.tolist()
+            seen.add(metadata.fingerprint)
+    assert len(seen) == 1  # the same size
 
 
 def test_a_change_while_the_dataset_is_open(root: Path, tmp_path: Path) -> None:

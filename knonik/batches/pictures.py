@@ -15,6 +15,8 @@ from knonik.dataset import Dataset
 from knonik.index.stock import TOLERANCE_S
 from knonik.order.plan import BatchPlan, GopJob
 
+_SHARED = frozenset({"disk_bytes", "disk_limit_bytes"})  # gauges of what all parts share
+
 
 class Pictures:
     """Writes the pictures of jobs into a batch's memory.
@@ -99,12 +101,13 @@ class Pictures:
             part.source.done(number)
 
     def gauges(self) -> dict[str, float]:
-        """Sums over the parts of what their sources and caches say, and the hold's."""
+        """Sums over the parts of what their sources and caches say, and the hold's; the disk cache is one for all."""
         total: dict[str, float] = {}
         decoded = {id(kept): kept for part in self._parts for kept in part.decoded.values()}
         for values in [part.source.gauges() for part in self._parts] + [kept.gauges() for kept in decoded.values()]:
             for name, value in values.items():
-                total[name] = total.get(name, 0.0) + value
+                before = total.get(name, 0.0)
+                total[name] = max(before, value) if name in _SHARED else before + value
         return total | (self._hold.gauges() if self._hold is not None else {})
 
     def stop(self) -> None:

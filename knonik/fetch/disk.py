@@ -21,7 +21,7 @@ from urllib.parse import quote
 
 logger = logging.getLogger(__name__)
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _TEMPORARY = ".part"
 
 
@@ -63,7 +63,11 @@ class DiskCache:
         self._warned = False
         self._marks: list[int] = []
         if limit_bytes:
-            self._open()
+            try:
+                self._open()
+            except BaseException:
+                self.close()
+                raise
 
     def read(self, key: str, version: str, size: int, offset: int, length: int) -> bytes | None:
         """`length` bytes of an object from `offset`; None unless every extent they touch is there."""
@@ -193,7 +197,7 @@ class DiskCache:
                 part.unlink(missing_ok=True)
             with self._locked() as ledger:
                 ledger.used -= len(body)
-            if error.errno not in _FULL:
+            if error.errno not in FULL:
                 raise
             with self._mutex:
                 warned, self._warned = self._warned, True

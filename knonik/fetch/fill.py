@@ -97,8 +97,8 @@ class Fill:
     """Threads that read extents not on disk and put them there, needed ones first, until all is there or no room is.
 
     One process of a node fills a dataset at a time, the others look on and take over if it ends early. An extent that
-    cannot be read, though the store answers, is left out and reported once: the samples in it are read, and their errors raised, where they are
-    needed.
+    cannot be read, though the store answers, is left out and reported once: the samples in it are read, and their
+    errors raised, where they are needed.
 
     Args:
         lock: file whose lock makes the holder the one that fills.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from knonik.dataset import Dataset
-from knonik.fetch.disk import DiskCache
+from knonik.fetch.disk import FULL, DiskCache
 from knonik.fetch.pool import Pool
 from knonik.fetch.pooled import MERGE_GAP_BYTES, PooledSource
 from knonik.fetch.ranges import Piece, Unit
@@ -139,7 +139,14 @@ def _disk_cache(dataset: Dataset, folder: Path, limit_bytes: int | None) -> Disk
     if limit_bytes == 0:
         return None
     if limit_bytes is not None:
-        return DiskCache(folder, limit_bytes, namespace=dataset.fingerprint)
+        try:
+            return DiskCache(folder, limit_bytes, namespace=dataset.fingerprint)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            # As for a disk that gets full later: the run goes on with more GETs.
+            logger.warning("no disk cache in %s: its disk is full (%s)", folder, error)
+            return None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free

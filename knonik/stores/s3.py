@@ -241,7 +241,25 @@ def _check_end(last: int, stop: int | None) -> None:
 
 
 def _connect(bucket: str, stall_s: float, region: str | None) -> _Link:
-    """A session with the credentials that are to be found now."""
+    """A session with the credentials that are to be found now.
+
+    Raises:
+        StoreUnavailable: what the environment says of it makes no session.
+    """
+    from botocore.exceptions import BotoCoreError
+    from obstore.exceptions import BaseError
+
+    try:
+        return _session(bucket, stall_s, region)
+    except (BotoCoreError, BaseError, ValueError, OSError) as error:
+        first = str(error).partition("\n")[0]
+        raise StoreUnavailable(
+            f"no session for bucket {bucket}: {first}. AWS_PROFILE, AWS_REGION, AWS_ENDPOINT_URL (such as "
+            "http://host:9000), AWS_CA_BUNDLE and the files in ~/.aws decide how it is made"
+        ) from None
+
+
+def _session(bucket: str, stall_s: float, region: str | None) -> _Link:
     import boto3
     from botocore import UNSIGNED
     from botocore.config import Config
@@ -343,7 +361,10 @@ def _unanswered(error: Exception, text: str) -> Fault:
     if isinstance(error, UnauthenticatedError | boto.CredentialRetrievalError):
         # The source of the credentials failed; a new session asks it again, and reads its files again.
         return Fault(FaultKind.RENEWED, f"no usable credentials: {first}")
-    lost = boto.HTTPClientError | boto.IncompleteReadError | boto.ResponseStreamingError | HTTPError | ConnectionError
+    lost = (
+        *(boto.HTTPClientError, boto.ConnectionError, boto.IncompleteReadError, boto.ResponseStreamingError),
+        *(HTTPError, ConnectionError),
+    )
     if isinstance(error, lost):
         return Fault(FaultKind.TRANSIENT, f"{type(error).__name__}: {first}")
     if isinstance(error, GenericError) and "HttpError" in text:

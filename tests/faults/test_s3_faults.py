@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from knonik.stores.base import ObjectChanged, ObjectMissing, StoreError
+from knonik.stores.base import ObjectChanged, ObjectMissing, StoreError, StoreUnavailable
 from knonik.stores.s3 import S3Store
 from knonik.stores.transport import Policy
 
@@ -115,6 +116,17 @@ def test_server_errors_and_giving_up(store: S3Store, proxy: Any, spoil: Spoil) -
         store.read_range("a.bin", 3, 10)
     assert len(proxy.gets()) == 10
     assert store.gauges()["failed"] == 1
+
+
+def test_a_server_that_is_gone_is_asked_again(bucket: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free.getsockname()[1]}")  # nobody listens there
+        store = S3Store(bucket[0], "set", policy=replace(QUICK, attempts=3))
+        for ask in (lambda: store.sizes(""), lambda: store.read("a.bin"), lambda: store.exists("a.bin")):
+            with pytest.raises(StoreUnavailable, match=r"\(3 requests\)"):
+                ask()
+        store.close()
 
 
 def test_a_silent_request_is_sent_twice(bucket: tuple[str, Any], proxy: Any, spoil: Spoil) -> None:

@@ -186,6 +186,17 @@ def test_a_video_without_readable_header_is_a_bad_sample(make_set, tmp_path: Pat
             list(itertools.islice(loader, 5))
 
 
+def test_parts_share_the_bound_of_the_disk(make_set, tmp_path: Path, remote_store) -> None:
+    sets = [knonik.open(make_set(lengths), cache_dir=tmp_path / "cache") for lengths in ((9, 7), (8, 6))]
+    for dataset in sets:
+        dataset.store = remote_store(dataset.store.root)
+    with Loader(Mixture([Part(dataset=each) for each in sets]), batch_size=4, disk_bytes=40 << 20) as loader:
+        next(loader)
+        gauges = loader.gauges()
+    assert gauges["disk_limit_bytes"] == 40 << 20
+    assert gauges["pool_limit_bytes"] == 1 << 30
+
+
 def test_a_mixture_fills_missing_cameras_with_black(make_set, dataset: knonik.Dataset, tmp_path: Path) -> None:
     other = knonik.open(make_set((9, 7), cameras=1), cache_dir=tmp_path / "cache")
     source = Mixture([Part(dataset=dataset), Part(dataset=other, weight=None)], missing_cameras="black")

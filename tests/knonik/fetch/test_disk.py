@@ -251,3 +251,16 @@ def test_twenty_at_once(tmp_path: Path) -> None:
     assert caches[0].used_bytes() == on_disk(tmp_path) == 30 * EXTENT
     for disk in caches:
         disk.close()
+
+
+def test_a_folder_that_cannot_be_used_costs_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    descriptors = Path("/proc/self/fd")
+    before = {path.name for path in descriptors.iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr("knonik.fetch.disk.os.pwrite", full)
+        with pytest.raises(OSError, match="No space left"):
+            cache(tmp_path)
+    assert {path.name for path in descriptors.iterdir()} == before

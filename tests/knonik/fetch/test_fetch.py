@@ -1,5 +1,7 @@
 """Packets come out as the index describes them, whichever way they were fetched; bounds hold and errors find home."""
 
+import errno
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -278,6 +280,23 @@ def test_looking_ahead_ends_somewhere(remote: Make) -> None:
 def test_impossible_settings_are_refused(remote: Make, name: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"{name}={value}"):
         PooledSource(remote(), **{"ram_bytes": 1 << 20, name: value})
+
+
+def test_a_full_disk_at_the_start_is_no_disk(
+    remote: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    dataset = remote()
+    for limit in (None, 64 << 20):
+        with monkeypatch.context() as patch:
+            patch.setattr("knonik.fetch.disk.os.pwrite", full)
+            source = packet_source(dataset, disk_bytes=limit, cache_dir=tmp_path / "full")
+        assert source.gauges()["disk_limit_bytes"] == 0
+        assert "no disk cache" in caplog.text
+        caplog.clear()
+        source.close()
 
 
 def test_a_distant_dataset_gets_a_pool_and_a_disk_cache(remote: Make, tmp_path: Path) -> None:

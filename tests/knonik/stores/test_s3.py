@@ -47,6 +47,24 @@ def test_endpoint_and_addressing_are_those_of_boto3(monkeypatch: pytest.MonkeyPa
     assert endpoint("robots") == ("https://robots.objects.example", True)
 
 
+@pytest.mark.usefixtures("no_network")
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("AWS_PROFILE", "nobody"),
+        ("AWS_ENDPOINT_URL", "127.0.0.1:9000"),
+        ("AWS_CA_BUNDLE", "/no/such/bundle.pem"),
+        ("AWS_DEFAULT_REGION", "no region"),
+    ],
+)
+def test_what_makes_no_session_is_named(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
+    monkeypatch.setenv(variable, value)
+    store = open_store("s3://robots/set")
+    with pytest.raises(StoreError, match=r"no session for bucket robots: .*AWS_PROFILE"):
+        store.read("meta/info.json")
+    store.close()
+
+
 @pytest.fixture
 def odd(new_bucket: NewBucket) -> Iterator[tuple[S3Store, dict[str, bytes]]]:
     names = [

@@ -59,6 +59,8 @@ def test_batches_are_those_of_the_local_set(
             assert left.position.tolist() == right.position.tolist()
             assert all(torch.equal(left.images[camera], right.images[camera]) for camera in left.images)
         gauges = theirs.gauges()
+    documented = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text()
+    assert [name for name in gauges if f"`loader/{name}`" not in documented] == []
     assert store.ranges
     assert gauges["out_of_turn"] == 0  # nobody waited for bytes that had no room
     assert gauges["ring_bytes"] <= gauges["ring_limit_bytes"] == 2 * 5 * 2 * 32 * 48 * 3

@@ -27,7 +27,6 @@ LR = 1e-4
 TIMEOUT_S = 240
 METRICS = (ROOT / "docs" / "metrics.md").read_text()
 DOCUMENTED = {"epoch", "step", *re.findall(r"`(\w+/\w+)`", METRICS)}
-)
 
 pytestmark = pytest.mark.distributed
 

@@ -85,7 +85,7 @@ class Ours:
             "predicted_get_bytes": plan.get_bytes,
             "gets_per_sample": gauges["done_gets"] / samples,
             "get_bytes_per_sample": gauges["done_get_bytes"] / samples,
-            **{name: gauges.get(name, 0.0) for name in ("retries", "hedges", "forced_decisions", "pool_hits")},
+            **{name: gauges.get(name, 0.0) for name in ("retries", "hedges", "forced_decisions")},
         }
 
     def close(self) -> None:

@@ -38,6 +38,7 @@ def dataset_problems(recipe: Recipe) -> list[str]:
         ]
         if not dataset.cameras:
             problems.append(f"data.uri: {recipe.data.uri} has no camera; a policy needs at least one video feature")
+        problems += _disk(recipe, dataset.store.is_local)
         problems += _episodes(recipe, dataset) or _anchors(recipe, dataset)
         for section, keys, limit in (
             ("state", recipe.data.state, "max_state_dim"),
@@ -45,6 +46,19 @@ def dataset_problems(recipe: Recipe) -> list[str]:
         ):
             problems += _width(recipe, dataset.features, section, keys, limit)
     return problems
+
+
+def _disk(recipe: Recipe, is_local: bool) -> list[str]:
+    from knonik.fetch.disk import EXTENT_BYTES
+
+    try:
+        limit = size(recipe, "disk")
+    except ValueError:
+        return []  # reported already
+    if is_local or not limit or limit >= EXTENT_BYTES:
+        return []
+    least = f"{EXTENT_BYTES >> 20}MiB"
+    return [f"data.cache.disk: {recipe.data.cache.disk} is too small; give at least {least}, or 0 to keep none"]
 
 
 def _lists(recipe: Recipe) -> list[str]:

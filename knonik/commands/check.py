@@ -16,11 +16,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     import knonik
     from knonik.check import check_dataset
+    from knonik.stores.base import StoreUnavailable
 
     with _warnings() as told:
         try:
             dataset = knonik.open(args.uri, cache_dir=args.cache_dir)
-        except FileNotFoundError:
+        except (FileNotFoundError, StoreUnavailable):  # nothing is said of the dataset by that
             raise
         except (OSError, ValueError, KeyError) as error:
             problems = _why_not(args.uri, error)

@@ -21,6 +21,7 @@ from urllib.parse import quote
 
 logger = logging.getLogger(__name__)
 
+EXTENT_BYTES = 4 << 20  # of an object, kept or not kept as one
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _TEMPORARY = ".part"
 
@@ -44,7 +45,7 @@ class DiskCache:
         OSError: the folder cannot be made, written or locked.
     """
 
-    def __init__(self, folder: Path, limit_bytes: int, *, namespace: str, extent_bytes: int = 4 << 20) -> None:
+    def __init__(self, folder: Path, limit_bytes: int, *, namespace: str, extent_bytes: int = EXTENT_BYTES) -> None:
         if extent_bytes <= 0:
             raise ValueError(f"extent_bytes is {extent_bytes}; it must be positive")
         if limit_bytes < 0 or 0 < limit_bytes < extent_bytes:

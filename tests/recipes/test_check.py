@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -254,3 +255,12 @@ def test_nodes_and_ranks_must_multiply(dataset: Path, tmp_path: Path, monkeypatc
     lines = report("gr00t_n17/finetune", *tiny(dataset, tmp_path))
     assert lines == ["trainer.num_nodes: 1 nodes of 8 ranks are not the 16 ranks that torchrun started"]
     assert checked("gr00t_n17/finetune", list(tiny(dataset, tmp_path, "trainer.num_nodes=2"))).trainer.num_nodes == 2
+
+
+def test_a_disk_bound_below_one_extent_is_named_for_a_store(dataset: Path, tmp_path: Path, new_bucket: Any) -> None:
+    files = {f"set/{path.relative_to(dataset)}": path.read_bytes() for path in dataset.rglob("*") if path.is_file()}
+    bucket, _ = new_bucket(files)
+    overrides = (*tiny(dataset, tmp_path, "data.cache.disk=1MB"), f"data.uri=s3://{bucket}/set")
+    assert report("gr00t_n17/finetune", *overrides) == [
+        "data.cache.disk: 1MB is too small; give at least 4MiB, or 0 to keep none"
+    ]

@@ -252,9 +252,9 @@ def _connect(bucket: str, stall_s: float, region: str | None) -> _Link:
     try:
         return _session(bucket, stall_s, region)
     except (BotoCoreError, BaseError, ValueError, OSError) as error:
-        first = str(error).partition("\n")[0]
+        text = " ".join(str(error).split())
         raise StoreUnavailable(
-            f"no session for bucket {bucket}: {first}. AWS_PROFILE, AWS_REGION, AWS_ENDPOINT_URL (such as "
+            f"no session for bucket {bucket}: {text}. AWS_PROFILE, AWS_REGION, AWS_ENDPOINT_URL (such as "
             "http://host:9000), AWS_CA_BUNDLE and the files in ~/.aws decide how it is made"
         ) from None
 

@@ -65,6 +65,14 @@ def test_what_makes_no_session_is_named(monkeypatch: pytest.MonkeyPatch, variabl
     store.close()
 
 
+@pytest.mark.usefixtures("no_network")
+def test_a_name_that_no_bucket_can_have_is_told() -> None:
+    store = open_store("s3://Bad_Name!/set")
+    with pytest.raises(StoreError, match=r"no session for bucket Bad_Name!: .*Invalid bucket name"):
+        store.read("meta/info.json")
+    store.close()
+
+
 @pytest.fixture
 def odd(new_bucket: NewBucket) -> Iterator[tuple[S3Store, dict[str, bytes]]]:
     names = [

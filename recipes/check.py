@@ -96,6 +96,8 @@ def _values(recipe: Recipe) -> list[str]:
     problems += [
         f"{key}: {value} is not positive and finite" for key, value in positive.items() if not 0 < value < math.inf
     ]
+    if recipe.data.generate is not None and recipe.data.uri.startswith("s3://"):
+        problems.append(f"data.uri: {recipe.data.uri} lies on S3; data.generate writes to a local folder only")
     if not 0 <= recipe.seed < 2**32:
         problems.append(f"seed: {recipe.seed} is not in 0 to {2**32 - 1}")
     max_time = recipe.trainer.max_time

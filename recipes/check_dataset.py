@@ -32,7 +32,9 @@ def dataset_problems(recipe: Recipe) -> list[str]:
         return [*problems, f"data.uri: {error}"]
     with dataset:
         problems += [
-            f"data.cameras: {camera!r} is no camera of {recipe.data.uri}{nearest(camera, dataset.cameras)}"
+            f"data.cameras: {camera!r} holds depth maps, which no model takes; leave it out"
+            if camera in dataset.depth_cameras
+            else f"data.cameras: {camera!r} is no camera of {recipe.data.uri}{nearest(camera, dataset.cameras)}"
             for camera in recipe.data.cameras or ()
             if camera not in dataset.cameras
         ]

@@ -50,6 +50,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
         datefmt="%H:%M:%S",
         stream=sys.stderr,
     )
+    logging.getLogger("botocore").setLevel(logging.WARNING)  # it tells at every start where it found its credentials
     try:
         code = _COMMANDS[arguments.command](arguments, started_at)
     except RecipeError as error:

@@ -264,3 +264,19 @@ def test_a_disk_bound_below_one_extent_is_named_for_a_store(dataset: Path, tmp_p
     assert report("gr00t_n17/finetune", *overrides) == [
         "data.cache.disk: 1MB is too small; give at least 4MiB, or 0 to keep none"
     ]
+
+
+def test_generated_data_needs_a_local_folder() -> None:
+    assert any(
+        "data.uri: s3://bucket/set lies on S3" in line for line in report("quickstart", "data.uri=s3://bucket/set")
+    )
+
+
+def test_a_depth_camera_is_told_as_such(dataset: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    shutil.copytree(dataset, folder)
+    info = json.loads((folder / "meta/info.json").read_text())
+    info["features"]["observation.images.front"]["info"]["is_depth_map"] = True
+    (folder / "meta/info.json").write_text(json.dumps(info))
+    lines = report("gr00t_n17/finetune", *tiny(folder, tmp_path, "data.cameras=[observation.images.front]"))
+    assert "data.cameras: 'observation.images.front' holds depth maps, which no model takes; leave it out" in lines

@@ -34,6 +34,7 @@ from loader_turns import Entry, Server, measure_together
 
 HORIZON = 8
 NOT_THIS_RUN = "not installed here; an earlier run on two shared cores"
+WARM_BATCHES = 6  # by then every loader has the memory, decoders and queues it works with; a run has thousands
 EDGE = 256  # training size: the shorter side after the model's first resize
 
 
@@ -136,11 +137,17 @@ def entries(rows: list[Row], args: argparse.Namespace, scratch: Path, server: Se
                 python=pythons.get(row.module, sys.executable),
                 server=server if row.remote else None,
                 paced=row.loader in ("knonik-exact", "knonik-s3") and not row.options,
-                warm_samples=row.warm_epochs * sum(loader_data.lengths(loader_data.EPISODES)),
+                warm_samples=_warm(row, args.batch_size),
                 turn_samples=_shard() if row.slow else 0,
             )
         )
     return found
+
+
+def _warm(row: Row, batch: int) -> int:
+    """Samples taken before the first turn; the stock algorithm, which takes minutes for them, does so on its own."""
+    epochs = row.warm_epochs * sum(loader_data.lengths(loader_data.EPISODES))
+    return epochs or (0 if row.module == STOCK else WARM_BATCHES * batch)
 
 
 def _shard() -> int:

@@ -31,7 +31,7 @@ class Ours:
 
         options: dict[str, Any] = dict(spec.get("options", {}))
         if edge := options.pop("prefix_edge", None):
-            from models.gr00t_n17.images import FirstResize
+            from models.gr00t_n17.inputs.images import FirstResize
 
             options["prefix"] = FirstResize(int(edge))
         self._spec, self._taken, self._ram_bytes = spec, 0, int(options.get("ram_bytes", 1 << 30))

@@ -13,9 +13,9 @@ if TYPE_CHECKING:  # importing these takes seconds; `show` and configuration err
     from knonik import DataModule, Dataset
     from models.common.optim import OptimizerConfig, ScheduleConfig
     from models.gr00t_n17.config import GR00TN17Config
+    from models.gr00t_n17.inputs.processor import Processor
     from models.gr00t_n17.module import GR00TN17Module
     from models.gr00t_n17.network import GR00TN17
-    from models.gr00t_n17.processor import Processor
 
 
 SPLIT_SEED = 0  # which episodes are held out depends on their ids alone, also between runs of different seeds
@@ -43,7 +43,7 @@ def model_config(recipe: Recipe) -> "GR00TN17Config":
 
 def with_local_weights(recipe: Recipe) -> Recipe:
     """The recipe with a checkpoint named by its hub id fetched and named by its folder."""
-    from models.gr00t_n17.weights import local_weights
+    from models.gr00t_n17.checkpoint.weights import local_weights
 
     if recipe.model.weights is None:
         return recipe
@@ -76,8 +76,8 @@ def cameras(recipe: Recipe, dataset: "Dataset") -> tuple[str, ...]:
 
 def build_processor(recipe: Recipe, dataset: "Dataset") -> "Processor":
     """Processor with the dataset's own statistics and, for `tokenizer: words`, its own vocabulary."""
-    from models.gr00t_n17.processor import Processor, ProcessorConfig
-    from models.gr00t_n17.text import WordTokenizer
+    from models.gr00t_n17.inputs.processor import Processor, ProcessorConfig
+    from models.gr00t_n17.inputs.text import WordTokenizer
 
     config = model_config(recipe)
     processor_config = ProcessorConfig(**recipe.model.processor)
@@ -106,8 +106,8 @@ def build_network(recipe: Recipe) -> "GR00TN17":
     """The network with its starting weights: a checkpoint's, or random ones that depend on the seed alone."""
     import torch
 
+    from models.gr00t_n17.checkpoint.weights import load_weights
     from models.gr00t_n17.network import GR00TN17
-    from models.gr00t_n17.weights import load_weights
 
     with torch.device("meta"):  # no time or memory for an initialisation that is overwritten below
         network = GR00TN17(model_config(recipe))

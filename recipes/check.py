@@ -176,7 +176,7 @@ def _model(recipe: Recipe) -> list[str]:
 def _idle_keys(recipe: Recipe) -> list[str]:
     """Fields of a checkpoint's config that change nothing here; the processor has some under the same name."""
     from models.gr00t_n17.config import KEPT_ONLY
-    from models.gr00t_n17.processor import ProcessorConfig
+    from models.gr00t_n17.inputs.processor import ProcessorConfig
 
     own = {field.name for field in dataclasses.fields(ProcessorConfig)}
     return [
@@ -197,7 +197,7 @@ def _weights(recipe: Recipe) -> list[str]:
 
 
 def _processor(recipe: Recipe) -> list[str]:
-    from models.gr00t_n17.processor import ProcessorConfig
+    from models.gr00t_n17.inputs.processor import ProcessorConfig
 
     problems = misfits(ProcessorConfig, recipe.model.processor, "model.processor")
     if problems:

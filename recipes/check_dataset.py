@@ -126,8 +126,8 @@ def _anchors(recipe: Recipe, dataset: Any) -> list[str]:
 
 
 def _decoded(recipe: Recipe, dataset: Any) -> list[str]:
-    from models.gr00t_n17.images import FirstResize
-    from models.gr00t_n17.processor import ProcessorConfig
+    from models.gr00t_n17.inputs.images import FirstResize
+    from models.gr00t_n17.inputs.processor import ProcessorConfig
 
     try:
         limit = size(recipe, "decoded")

@@ -17,8 +17,8 @@ from recipes.run_folder import RunFolder
 from recipes.schema import Recipe
 
 if TYPE_CHECKING:
+    from models.gr00t_n17.inputs.processor import Processor
     from models.gr00t_n17.network import GR00TN17
-    from models.gr00t_n17.processor import Processor
 
 logger = logging.getLogger(__name__)
 

@@ -105,7 +105,7 @@ def train_grounding(recipe: Recipe, started_at: float) -> dict[str, Any]:
     The stage takes about a minute and is not resumed: stopped half way, it starts over.
     """
     from callbacks.step_clock import StepClock
-    from models.gr00t_n17.weights import save_weights
+    from models.gr00t_n17.checkpoint.weights import save_weights
     from recipes.build import (
         build_dataset,
         build_network,

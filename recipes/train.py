@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from callbacks.run_record import write_atomically
 from callbacks.step_clock import StepClock
+from models.gr00t_n17.checkpoint.weights import weights_digest
 from models.gr00t_n17.parallelize import tuned_parameters
-from models.gr00t_n17.weights import weights_digest
 from recipes.build import (
     build_datamodule,
     build_dataset,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from models.gr00t_n17.config import GR00TN17Config
-from models.gr00t_n17.grids import Grid
+from models.gr00t_n17.layers.grids import Grid
 
 if TYPE_CHECKING:
     from models.gr00t_n17.network import GR00TN17

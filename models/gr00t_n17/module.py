@@ -17,7 +17,7 @@ from models.common.optim import (
     settings_of,
 )
 from models.gr00t_n17.flops import step_flops
-from models.gr00t_n17.grids import Grid
+from models.gr00t_n17.layers.grids import Grid
 from models.gr00t_n17.network import GR00TN17
 
 

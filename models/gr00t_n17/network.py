@@ -14,10 +14,10 @@ from models.common.embodiment import (
     CategorySpecificMLP,
     shared_category,
 )
-from models.gr00t_n17 import init
-from models.gr00t_n17.backbone import Backbone
 from models.gr00t_n17.config import GR00TN17Config
-from models.gr00t_n17.dit import AlternateVLDiT, VLSelfAttention
+from models.gr00t_n17.layers import init
+from models.gr00t_n17.layers.backbone import Backbone
+from models.gr00t_n17.layers.dit import AlternateVLDiT, VLSelfAttention
 from models.gr00t_n17.parallelize import parts, set_trainable
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from models.gr00t_n17.inputs.processor import Processor
 from models.gr00t_n17.network import GR00TN17
-from models.gr00t_n17.processor import Processor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,9 +27,9 @@ def test_every_recipe_builds_on_the_meta_device(name: str) -> None:
 
 def test_the_checkpoints_own_config_decides(tmp_path: Path) -> None:
     """Depths other than the class's defaults come from the file beside the weights; the recipe's fields win over it."""
+    from models.gr00t_n17.checkpoint.weights import save_weights
     from models.gr00t_n17.config import GR00TN17Config
     from models.gr00t_n17.network import GR00TN17
-    from models.gr00t_n17.weights import save_weights
 
     made = GR00TN17Config.tiny(diffusion_model_cfg={"num_layers": 6})
     (tmp_path / "config.json").write_text(json.dumps(made.to_dict()))

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from models.gr00t_n17.checkpoint.weights import load_weights, save_weights, weight_files, weights_digest
 from models.gr00t_n17.config import GR00TN17Config
 from models.gr00t_n17.network import GR00TN17
-from models.gr00t_n17.weights import load_weights, save_weights, weight_files, weights_digest
 
 DIGEST = "0f74fa55f2a75d34b55afdcb4a24ad884865f35311107ce26c9428b8a854bec1"
 
@@ -96,7 +96,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
         Path(file).write_bytes(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr("models.gr00t_n17.weights.save_file", broken)
+    monkeypatch.setattr("models.gr00t_n17.checkpoint.weights.save_file", broken)
     with pytest.raises(OSError, match="disk full"):
         save_weights(Net(1), path)
     monkeypatch.undo()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from models.gr00t_n17.config import BackboneConfig, GR00TN17Config
-from models.gr00t_n17.text import PromptBuilder, ReleasedTokenizer, WordTokenizer, formalize, load_tokenizer
+from models.gr00t_n17.inputs.text import PromptBuilder, ReleasedTokenizer, WordTokenizer, formalize, load_tokenizer
 
 TINY = GR00TN17Config.tiny().backbone
 TEXTS = ["Pick up the red block!", "pick up the blue block", "Don't touch it"]

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from models.gr00t_n17.images import FirstResize, ImageSettings, ImageTransform
+from models.gr00t_n17.inputs.images import FirstResize, ImageSettings, ImageTransform
 
 SETTINGS = ImageSettings(
     shortest_image_edge=64,

@@ -11,8 +11,8 @@ from torch import Tensor
 from models.common import draws
 from models.common.batch import Batch
 from models.gr00t_n17.config import GR00TN17Config
-from models.gr00t_n17.images import FirstResize, ImageSettings, ImageTransform, plan_cameras
-from models.gr00t_n17.text import PromptBuilder, ReleasedTokenizer, Tokenizer, load_tokenizer
+from models.gr00t_n17.inputs.images import FirstResize, ImageSettings, ImageTransform, plan_cameras
+from models.gr00t_n17.inputs.text import PromptBuilder, ReleasedTokenizer, Tokenizer, load_tokenizer
 
 STATISTICS = ("min", "max", "mean", "std", "q01", "q99")
 

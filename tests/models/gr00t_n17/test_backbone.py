@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 from transformers import Qwen3VLForConditionalGeneration
 
-from models.gr00t_n17.backbone import Backbone, transformers_config
 from models.gr00t_n17.config import GR00TN17Config
-from models.gr00t_n17.grids import build_tables, mrope_positions, read_grids
+from models.gr00t_n17.layers.backbone import Backbone, transformers_config
+from models.gr00t_n17.layers.grids import build_tables, mrope_positions, read_grids
 from models.gr00t_n17.network import GR00TN17
 
 PAD, START, END, IMAGE = 0, 3, 4, 5

@@ -14,14 +14,14 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from models.gr00t_n17.checkpoint.weights import weights_digest
 from models.gr00t_n17.config import GR00TN17Config
 from models.gr00t_n17.flops import count_flops
+from models.gr00t_n17.inputs.processor import Processor, ProcessorConfig
+from models.gr00t_n17.inputs.text import WordTokenizer
 from models.gr00t_n17.module import GR00TN17Module
 from models.gr00t_n17.network import GR00TN17
 from models.gr00t_n17.policy import Policy
-from models.gr00t_n17.processor import Processor, ProcessorConfig
-from models.gr00t_n17.text import WordTokenizer
-from models.gr00t_n17.weights import weights_digest
 
 DROPOUT = {
     "diffusion_model_cfg": {"dropout": 0.2},

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from models.gr00t_n17.config import GR00TN17Config
-from models.gr00t_n17.processor import Normalizer, Processor, ProcessorConfig
-from models.gr00t_n17.text import WordTokenizer
+from models.gr00t_n17.inputs.processor import Normalizer, Processor, ProcessorConfig
+from models.gr00t_n17.inputs.text import WordTokenizer
 
 CONFIG = GR00TN17Config.tiny()
 TEXTS = ["pick up the red block", "pick up the blue block please"]

@@ -3,7 +3,7 @@
 Run in an environment of its own:
     python -m venv golden
     golden/bin/pip install "albumentations==1.4.18" "opencv-python-headless<5" "transformers==5.24.*"
-    golden/bin/python tests/models/golden/make_image_golden.py
+    golden/bin/python tests/models/gr00t_n17/golden/make_image_golden.py
 """
 
 import hashlib

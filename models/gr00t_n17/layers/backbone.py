@@ -19,7 +19,15 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
 )
 
 from models.gr00t_n17.config import GR00TN17Config
-from models.gr00t_n17.grids import Grid, GridTables, build_tables, mrope_axes, mrope_positions, read_grids, rotary
+from models.gr00t_n17.layers.grids import (
+    Grid,
+    GridTables,
+    build_tables,
+    mrope_axes,
+    mrope_positions,
+    read_grids,
+    rotary,
+)
 
 
 class BackboneFeatures(NamedTuple):

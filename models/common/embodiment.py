@@ -12,7 +12,7 @@ def shared_category(ids: Category) -> Category:
 
     A device tensor is never read: that would wait for the device. Pass an integer to get the plain matmul there.
     """
-    if isinstance(ids, int) or ids.device.type != "cpu" or ids.numel() == 0:
+    if isinstance(ids, int) or ids.device.type != "cpu" or ids.numel() == 0 or torch.compiler.is_compiling():
         return ids
     first = int(ids[0])
     return first if bool((ids == first).all()) else ids
@@ -37,8 +37,8 @@ class CategorySpecificLinear(nn.Module):
     def forward(self, x: Tensor, category: Category) -> Tensor:
         if isinstance(category, int):
             # Product and bias stay separate operations: under autocast the float32 bias promotes the result.
-            return x @ self.W[category] + self.b[category]
-        return torch.bmm(x, self.W[category]) + self.b[category].unsqueeze(1)
+            return x.to(self.W.dtype) @ self.W[category] + self.b[category]
+        return torch.bmm(x.to(self.W.dtype), self.W[category]) + self.b[category].unsqueeze(1)
 
 
 class CategorySpecificMLP(nn.Module):

@@ -1,7 +1,7 @@
 """GR00T N1.7: vision-language backbone, flow-matching action head and the loss of a training batch."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Self
 
 import torch
@@ -19,6 +19,7 @@ from models.gr00t_n17.layers import init
 from models.gr00t_n17.layers.backbone import Backbone
 from models.gr00t_n17.layers.dit import AlternateVLDiT, VLSelfAttention
 from models.gr00t_n17.parallelize import parts, set_trainable
+from models.gr00t_n17.slots import checked_slots, rows_of
 
 
 class ActionEncoder(nn.Module):
@@ -47,17 +48,22 @@ class ActionEncoder(nn.Module):
 
 
 class ActionHead(nn.Module):
-    """Everything trained in a stock fine-tune: VL adapter, per-embodiment encoders, DiT and decoder."""
+    """Everything trained in a stock fine-tune: VL adapter, per-embodiment encoders, DiT and decoder.
 
-    def __init__(self, config: GR00TN17Config) -> None:
+    With `slots` the per-embodiment tensors hold these slots only; embodiment ids stay those of the full tensors.
+    """
+
+    def __init__(self, config: GR00TN17Config, slots: Sequence[int] | None = None) -> None:
         super().__init__()
         self.config = config
-        slots, width = config.max_num_embodiments, config.input_embedding_dim
+        self.slots = checked_slots(slots, config.max_num_embodiments)
+        held = config.max_num_embodiments if self.slots is None else len(self.slots)
+        width = config.input_embedding_dim
         vl_dim, hidden = config.backbone_embedding_dim, config.hidden_size
         self.model = AlternateVLDiT(config)
-        self.state_encoder = CategorySpecificMLP(slots, config.max_state_dim, hidden, width)
-        self.action_encoder = ActionEncoder(slots, config.max_action_dim, width)
-        self.action_decoder = CategorySpecificMLP(slots, hidden, hidden, config.max_action_dim)
+        self.state_encoder = CategorySpecificMLP(held, config.max_state_dim, hidden, width)
+        self.action_encoder = ActionEncoder(held, config.max_action_dim, width)
+        self.action_decoder = CategorySpecificMLP(held, hidden, hidden, config.max_action_dim)
         self.vlln = nn.LayerNorm(vl_dim, eps=1e-5) if config.use_vlln else nn.Identity()
         self.vl_self_attention = VLSelfAttention(config)
         if config.add_pos_embed:
@@ -88,15 +94,15 @@ class ActionHead(nn.Module):
                 of sample b. Drawn on the features' device (K = 1) when absent.
             time: [K * B] in [0, 1], in the same order. Drawn from the Beta distribution of the config when absent.
         """
-        dtype = self.action_encoder.W1.W.dtype
+        dtype = self._flow_dtype()
         batch = action.shape[0]
         state, action, action_mask = state.to(dtype), action.to(dtype), action_mask.to(dtype)
-        embodiment_id = shared_category(embodiment_id)
+        category = rows_of(shared_category(embodiment_id), self.slots)
         context = self.vl_self_attention(self.vlln(features))
         # Dropout of the state is drawn before the noise, as upstream does: both may come from the same generator.
         drawn = noise if noise is not None else time
         draws = 1 if drawn is None else len(drawn) // batch
-        state_token = self._encode_state(state, embodiment_id, draws)
+        state_token = self._encode_state(state, category, draws)
         if noise is None:
             noise = torch.randn_like(action) if time is None else self._randn(len(time), action)
         if time is None:
@@ -113,7 +119,7 @@ class ActionHead(nn.Module):
         action, action_mask = (t.repeat_interleave(draws, dim=0) for t in (action, action_mask))
         noisy = flow_matching.interpolate(noise, action, time)
         bucket = flow_matching.time_bucket(time, self.config.num_timestep_buckets)
-        velocity = self._velocity(noisy, bucket, state_token, context, attention_mask, image_mask, embodiment_id)
+        velocity = self._velocity(noisy, bucket, state_token, context, attention_mask, image_mask, category)
         return flow_matching.masked_mean_square(velocity, action - noise, action_mask)
 
     @torch.no_grad()
@@ -130,17 +136,17 @@ class ActionHead(nn.Module):
 
         Call it in eval mode: dropout would act otherwise.
         """
-        dtype = self.action_encoder.W1.W.dtype
-        embodiment_id = shared_category(embodiment_id)
+        dtype = self._flow_dtype()
+        category = rows_of(shared_category(embodiment_id), self.slots)
         context = self.vl_self_attention(self.vlln(features))
         if noise is None:
             shape = (features.shape[0], self.config.action_horizon, self.config.max_action_dim)
             noise = torch.randn(shape, dtype=dtype, device=features.device)
-        state_token = self._encode_state(state.to(dtype), embodiment_id, 1)
+        state_token = self._encode_state(state.to(dtype), category, 1)
 
         def velocity(x: Tensor, bucket: int) -> Tensor:
             buckets = torch.full((len(x),), bucket, device=x.device)
-            return self._velocity(x, buckets, state_token, context, attention_mask, image_mask, embodiment_id)
+            return self._velocity(x, buckets, state_token, context, attention_mask, image_mask, category)
 
         return flow_matching.euler(
             velocity,
@@ -178,6 +184,10 @@ class ActionHead(nn.Module):
         output = self.model(tokens, bucket, context, valid, image_mask)[:, 1:]
         return self.action_decoder(output.reshape(batch, -1, output.shape[-1]), category).view(rows, horizon, -1)
 
+    def _flow_dtype(self) -> torch.dtype:
+        """float32 at least: in bfloat16, time would fall on a coarse grid of buckets."""
+        return torch.promote_types(self.action_encoder.W1.W.dtype, torch.float32)
+
     def _randn(self, rows: int, like: Tensor) -> Tensor:
         return torch.randn(rows, *like.shape[1:], dtype=like.dtype, device=like.device)
 
@@ -191,14 +201,24 @@ class GR00TN17(nn.Module):
     """The whole network. Parameter names are those of the released checkpoint.
 
     Build it under `torch.device("meta")` for large shapes, then `to_empty` and either load weights or `init_weights`.
+
+    Args:
+        config: the architecture, from a checkpoint's config.json.
+        slots: embodiment slots whose weights are held, None for all. Embodiment ids are slots in either case; one that
+            is not held is a ValueError.
     """
 
-    def __init__(self, config: GR00TN17Config) -> None:
+    def __init__(self, config: GR00TN17Config, slots: Sequence[int] | None = None) -> None:
         super().__init__()
         self.config = config
         self.backbone = Backbone(config)
-        self.action_head = ActionHead(config)
+        self.action_head = ActionHead(config, slots)
         set_trainable(self, config)
+
+    @property
+    def slots(self) -> tuple[int, ...] | None:
+        """Active embodiment slots in rising order, None when the full tensors are held."""
+        return self.action_head.slots
 
     def init_weights(self, seed: int) -> None:
         """Weights for training from scratch, in place; needed after `to_empty` when nothing is loaded."""

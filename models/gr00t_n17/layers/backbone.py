@@ -178,6 +178,7 @@ class Backbone(nn.Module):
             image_grid_thw: [images, 3] (1, h, w) in patches. Keep it on the CPU, or give a nested list: values of a
                 device tensor have to be fetched, which waits for the device in every step.
         """
+        self._check_autocast(input_ids.device)
         valid = attention_mask == 1
         image_mask = input_ids == self.image_token_id
         grids = read_grids(image_grid_thw, self.vision_config.spatial_merge_size)
@@ -209,6 +210,7 @@ class Backbone(nn.Module):
         visual = self.visual
         x = self._embed_patches(pixel_values).view(group.num_images, group.num_patches, -1)
         table = visual.pos_embed(group.position_rows)
+        x = x.to(_stream_dtype(visual.blocks[0].norm1))
         x = x + (table * group.position_weights).sum(1).to(x.dtype)
         stages = []
         for i, block in enumerate(visual.blocks):
@@ -223,8 +225,9 @@ class Backbone(nn.Module):
         weight = proj.weight
         if pixel_values.shape[1] * self.vision_config.temporal_patch_size == weight.shape[1:].numel():
             # The two frames of a still image are equal, so their weights can be added instead of the pixels doubled.
-            weight = weight.sum(2)
-        return F.linear(pixel_values.to(proj.weight.dtype), weight.flatten(1), proj.bias)
+            weight = weight.float().sum(2)
+        dtype = proj.weight.dtype
+        return F.linear(pixel_values.to(dtype), weight.flatten(1).to(dtype), proj.bias)
 
     def _decode(
         self,
@@ -249,7 +252,7 @@ class Backbone(nn.Module):
             # Rows of padding attend to nothing and get zeros, like FlashAttention's.
             mask = (causal & valid[:, None, :])[:, None]
         with torch.set_grad_enabled(grad and (self.train_visual or self.llm_grad_from == 0)):
-            x = language_model.embed_tokens(input_ids)
+            x = language_model.embed_tokens(input_ids).to(_stream_dtype(language_model.layers[0].input_layernorm))
             x = _flat(torch.index_copy, x, places, image_embeds)
         cos = torch.cat([cos, cos], dim=-1).to(x.dtype)
         sin = torch.cat([-sin, sin], dim=-1).to(x.dtype)
@@ -259,6 +262,14 @@ class Backbone(nn.Module):
                 if i < len(deepstack):
                     x = _flat(torch.index_add, x, places, deepstack[i])
         return x
+
+    def _check_autocast(self, device: torch.device) -> None:
+        weight, norm = self.visual.patch_embed.proj.weight.dtype, self.visual.blocks[0].norm1.weight.dtype
+        if weight != norm and not torch.is_autocast_enabled(device.type):
+            raise ValueError(
+                f"the backbone keeps product weights in {weight} and norms in {norm} (precision=lean or bf16): run it "
+                "under bfloat16 autocast (trainer precision bf16-mixed; `precision.context(network)` outside a trainer)"
+            )
 
     def _tables_for(self, grids: tuple[Grid, ...], device: torch.device) -> GridTables:
         key = (grids, device)
@@ -275,6 +286,15 @@ class Backbone(nn.Module):
         if device not in self._inverse_frequencies:
             self._inverse_frequencies[device] = mrope_axes(self.text_config, device)
         return self._inverse_frequencies[device]
+
+
+def _stream_dtype(norm: nn.Module) -> torch.dtype:
+    """dtype of a residual stream: that of the norms which read it.
+
+    Under autocast the patch product is bfloat16. The stock model adds float32 positions to it and so has a float32
+    stream from there on; newer releases of `transformers` cast the positions down instead.
+    """
+    return norm.weight.dtype
 
 
 def _flat(operation, x: Tensor, places: Tensor, values: Tensor) -> Tensor:

@@ -1,0 +1,111 @@
+"""The public port of GR00T N1.7 in LeRobot, built with any sizes; only for the environment that has LeRobot.
+
+    python3.12 -m venv upstream
+    upstream/bin/pip install "lerobot[groot]==0.6.1"
+
+Nothing of it is imported by the code of this repository. Sizes are the plain values of `GR00TN17Config.to_dict`.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is built from sizes; no name is ever looked up
+
+
+def qwen_config(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of `transformers`' Qwen3VLConfig for the section `backbone`."""
+    backbone = sizes["backbone"]
+    text, vision = dict(backbone["text"]), dict(backbone["vision"])
+    text["rope_scaling"] = {
+        "mrope_interleaved": True,
+        "mrope_section": list(text.pop("mrope_section")),
+        "rope_type": "default",
+    }
+    text |= {"hidden_act": "silu", "tie_word_embeddings": True}
+    vision.pop("rope_theta")
+    vision["deepstack_visual_indexes"] = list(vision["deepstack_visual_indexes"])
+    vision |= {"hidden_act": "gelu_pytorch_tanh", "out_hidden_size": text["hidden_size"]}
+    ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    return {
+        "text_config": text,
+        "vision_config": vision,
+        "tie_word_embeddings": True,
+        **{name: backbone[name] for name in ids},
+    }
+
+
+@contextmanager
+def backbone_folder(sizes: Mapping[str, Any]) -> Iterator[Path]:
+    """A folder that stands for `model_name`: upstream reads the backbone's sizes from its config.json."""
+    from transformers import Qwen3VLConfig
+
+    with tempfile.TemporaryDirectory() as folder:
+        Qwen3VLConfig(**qwen_config(sizes)).save_pretrained(folder)
+        yield Path(folder)
+
+
+def network_config(sizes: Mapping[str, Any], model_name: str) -> Any:
+    """Upstream's configuration; attention stays on SDPA, weights on float32."""
+    from lerobot.policies.groot.groot_n1_7 import GR00TN17Config
+
+    own = {"backbone", "extra", "strict_action_padding_mask"}
+    values = {key: value for key, value in sizes.items() if key not in own}
+    fixed = {"model_name": model_name, "use_flash_attention": False, "load_bf16": False}
+    return GR00TN17Config(**{**values, **fixed})
+
+
+def upstream_network(sizes: Mapping[str, Any]) -> nn.Module:
+    """The upstream class in float32 with the random weights of its constructors."""
+    from lerobot.policies.groot.groot_n1_7 import GR00TN17
+
+    with backbone_folder(sizes) as folder:
+        return GR00TN17(network_config(sizes, str(folder)), load_backbone_weights=False).float()
+
+
+def load_tensors(network: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Put named weights in; the only name that may be absent is the LM head, which is tied to the embedding."""
+    missing, unexpected = network.load_state_dict(tensors, strict=False)
+    if unexpected or any(not name.endswith("lm_head.weight") for name in missing):
+        raise ValueError(f"missing {missing}, unexpected {unexpected}")
+
+
+@contextmanager
+def injected(head: nn.Module, noise: Tensor | None = None, time: Tensor | None = None) -> Iterator[None]:
+    """Make the action head use this noise and time: it asks `torch.randn` once and its own `sample_time` once."""
+    randn, sample_time = torch.randn, head.sample_time
+    if noise is not None:
+        torch.randn = lambda *size, **options: noise.clone()
+    if time is not None:
+        head.sample_time = lambda *size, **options: time.clone()
+    try:
+        yield
+    finally:
+        torch.randn = randn
+        head.__dict__.pop("sample_time", None)
+        assert head.sample_time == sample_time
+
+
+def loss(network: nn.Module, batch: Mapping[str, Any], noise: Tensor, time: Tensor) -> Tensor:
+    """Upstream's training loss of a batch with given noise [B, H, A] and time [B]."""
+    with injected(network.action_head, noise, time):
+        return network(dict(batch))["loss"]
+
+
+def stock_optimizer(network: nn.Module, *, lr: float, weight_decay: float, eps: float = 1e-8) -> torch.optim.AdamW:
+    """AdamW in the two groups that `transformers`' Trainer makes of a model."""
+    from transformers import Trainer
+
+    decay = set(Trainer.get_decay_parameter_names(None, network))
+    named = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for name, p in named if name in decay], "weight_decay": weight_decay},
+        {"params": [p for name, p in named if name not in decay], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), eps=eps)

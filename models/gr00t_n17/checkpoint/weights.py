@@ -1,69 +1,151 @@
-"""Weights by name in safetensors files: released checkpoints in, the same layout out. Nothing is ever unpickled."""
+"""Weights by name out of safetensors files, one tensor at a time, onto the device and dtype they shall have."""
 
 import hashlib
-import json
 import logging
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from models.gr00t_n17.checkpoint.stored import StoredTensors
+from models.gr00t_n17.slots import is_slot_tensor
+
 logger = logging.getLogger(__name__)
 
-INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
-_IGNORED_SUFFIX = "lm_head.weight"  # tied to the token embedding; the head is never run
+_HEAD_SUFFIX, _EMBEDDING_SUFFIX = "lm_head.weight", "language_model.embed_tokens.weight"
 
 
-def load_weights(network: nn.Module, source: str | Path, prefix: str = "") -> None:
-    """Copy the weights of `source` into `network`, file by file, cast to each parameter's dtype.
+def load_weights(
+    network: nn.Module,
+    source: str | Path,
+    prefix: str = "",
+    *,
+    device: torch.device | str | None = None,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> None:
+    """Copy the weights of `source` into `network`.
+
+    All names and shapes are compared first, from the headers of the files. Then each tensor goes from the mapped file
+    to its place, so that beyond the network itself no more than one tensor is held in memory. A network whose `slots`
+    names rows of the per-embodiment tensors gets these rows alone.
 
     Args:
-        network: parameters on a real device (not meta).
-        source: a safetensors file, a folder with model.safetensors or model.safetensors.index.json, or a hub id.
+        network: on a device, or on meta: parameters are then made on `device` as their values arrive.
+        source: a safetensors file, or a folder with model.safetensors or model.safetensors.index.json.
         prefix: only names that begin with it are read and required, e.g. "backbone.".
+        device: where the parameters shall be; None leaves them where they are, those on meta go to the CPU.
+        dtypes: by parameter name; None, or a name that is not in it, keeps the parameter's own dtype.
 
     Raises:
-        ValueError: one error that lists every missing, unexpected and misshapen name; the network may then be partly
-            overwritten.
+        ValueError: one error that lists every missing, unexpected and misshapen name; the network is then unchanged.
         FileNotFoundError: nothing to read at `source`.
     """
-    targets = {name: tensor for name, tensor in network.state_dict().items() if name.startswith(prefix)}
+    targets = {name: t for name, t in network.state_dict(keep_vars=True).items() if name.startswith(prefix)}
     if not targets:
         raise ValueError(f"prefix={prefix!r} fits no name of the network; names begin with {_heads(network)}")
-    on_meta = [name for name, tensor in targets.items() if tensor.is_meta]
-    if on_meta:
-        raise ValueError(f"{len(on_meta)} tensors are on the meta device (first: {on_meta[0]}); call to_empty before")
-    files = weight_files(source)
-    seen: set[str] = set()
-    unexpected: list[str] = []
-    misshapen: list[str] = []
-    with torch.no_grad():
-        for file in files:
-            with safe_open(file, framework="pt", device="cpu") as stored:
-                for name in stored.keys():  # noqa: SIM118 - safe_open is no mapping
-                    if not name.startswith(prefix) or name.endswith(_IGNORED_SUFFIX):
-                        continue
-                    if name not in targets:
-                        unexpected.append(name)
-                        continue
-                    seen.add(name)
-                    shape = tuple(stored.get_slice(name).get_shape())
-                    if shape != tuple(targets[name].shape):
-                        misshapen.append(f"{name}: stored {shape}, network {tuple(targets[name].shape)}")
-                        continue
-                    targets[name].copy_(stored.get_tensor(name))
-    problems = _report("missing", sorted(set(targets) - seen))
+    with StoredTensors(source) as stored:
+        # in the order of the files: each is mapped once
+        wanted = [name for name in stored if name.startswith(prefix) and not name.endswith(_HEAD_SUFFIX)]
+        slots = {name: s for name in targets if (s := _slots(network, name)) is not None}
+        _compare(stored, wanted, targets, slots, source=source, prefix=prefix)
+        with torch.no_grad():
+            for name in wanted:
+                _place(network, name, targets[name], stored, slots.get(name), device, (dtypes or {}).get(name))
+        _note_untied_head(stored, prefix)
+    logger.info("loaded %d tensors from %d file(s) of %s", len(wanted), len(stored.files), source)
+
+
+def _slots(network: nn.Module, name: str) -> Sequence[int] | None:
+    """The rows of a per-embodiment tensor that the network holds; None for all of them and for other tensors."""
+    slots: Sequence[int] | None = getattr(network, "slots", None)
+    return slots if slots is not None and is_slot_tensor(name) else None
+
+
+def _compare(
+    stored: StoredTensors,
+    wanted: Sequence[str],
+    targets: Mapping[str, Tensor],
+    slots: Mapping[str, Sequence[int]],
+    *,
+    source: str | Path,
+    prefix: str,
+) -> None:
+    unexpected, misshapen = [], []
+    for name in wanted:
+        if name not in targets:
+            unexpected.append(name)
+            continue
+        shape, expected = stored[name].shape, tuple(targets[name].shape)
+        if name in slots and shape[:1] > (max(slots[name]),):
+            expected = (shape[0], *expected[1:])
+        if shape != expected:
+            misshapen.append(f"{name}: stored {shape}, network {tuple(targets[name].shape)}")
+        elif name not in stored.dtypes:
+            misshapen.append(f"{name}: stored as {stored[name].dtype}, which is no floating type")
+    problems = _report("missing", sorted(set(targets) - set(wanted)))
     problems += _report("unexpected", sorted(unexpected)) + _report("misshapen", misshapen)
     if problems:
         raise ValueError(
             f"weights of {source} do not fit the network (prefix {prefix!r}); sizes and names come from the model's "
             "config, which must be the checkpoint's own config.json\n" + "\n".join(problems)
         )
-    logger.info("loaded %d tensors from %d file(s) of %s", len(seen), len(files), source)
+
+
+def _place(
+    network: nn.Module,
+    name: str,
+    target: Tensor,
+    stored: StoredTensors,
+    slots: Sequence[int] | None,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> None:
+    """Fill a parameter in place, or make it anew where it is on meta or shall have another device or dtype."""
+    if device is None:
+        device = "cpu" if target.is_meta else target.device
+    device = torch.device(device)
+    dtype = target.dtype if dtype is None else dtype
+    fits = not target.is_meta and target.dtype == dtype and _same_device(target.device, device)
+    value = target if fits else torch.empty(target.shape, dtype=dtype, device=device)
+    if slots is None:
+        _copy(value, stored.tensor(name))
+    else:
+        for row, slot in enumerate(slots):
+            _copy(value[row : row + 1], stored.rows(name, slot, slot + 1))
+    if fits:
+        return
+    path, _, leaf = name.rpartition(".")
+    if isinstance(target, nn.Parameter):
+        value = nn.Parameter(value, requires_grad=target.requires_grad)
+    setattr(network.get_submodule(path), leaf, value)
+
+
+def _copy(target: Tensor, value: Tensor) -> None:
+    # In its stored dtype over the bus: the cast then happens on the device and takes no host memory.
+    target.copy_(value if target.device.type == "cpu" else value.to(target.device))
+
+
+def _same_device(a: torch.device, b: torch.device) -> bool:
+    return a.type == b.type and (b.index is None or a.index == b.index)
+
+
+def _note_untied_head(stored: StoredTensors, prefix: str) -> None:
+    """A stored LM head is the token embedding once more and is never run; tell where it is not."""
+    head = next((name for name in stored if name.startswith(prefix) and name.endswith(_HEAD_SUFFIX)), None)
+    embedding = next((name for name in stored if name.endswith(_EMBEDDING_SUFFIX)), None)
+    if head is None or embedding is None:
+        return
+    rows = stored[embedding].shape[0]
+    tied = stored[head].shape == stored[embedding].shape and all(
+        # a copy of the first: reading the second may unmap its file
+        torch.equal(stored.rows(head, row, row + 8192).clone(), stored.rows(embedding, row, row + 8192))
+        for row in range(0, rows, 8192)
+    )
+    if not tied:
+        logger.warning("%s differs from the token embedding; it is not loaded, as nothing here runs an LM head", head)
 
 
 def save_weights(network: nn.Module, path: str | Path, prefix: str = "") -> None:
@@ -82,22 +164,6 @@ def save_weights(network: nn.Module, path: str | Path, prefix: str = "") -> None
         temporary = Path(folder) / path.name
         save_file(_unshared(tensors), str(temporary), metadata={"format": "pt"})
         temporary.replace(path)
-
-
-def weight_files(source: str | Path) -> list[Path]:
-    """The safetensors files of a file, a folder or a hub id, in the order they are read."""
-    path = local_weights(source)
-    if path.is_file():
-        return [path]
-    if (path / INDEX_FILE).is_file():
-        names = sorted(set(json.loads((path / INDEX_FILE).read_text())["weight_map"].values()))
-        absent = [name for name in names if not (path / name).is_file()]
-        if absent:
-            raise FileNotFoundError(f"{path / INDEX_FILE} names files that are not there: {absent}")
-        return [path / name for name in names]
-    if (path / SINGLE_FILE).is_file():
-        return [path / SINGLE_FILE]
-    raise FileNotFoundError(f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}")
 
 
 def weights_digest(parameters: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> str:
@@ -129,24 +195,6 @@ def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         out[name] = tensor.clone() if address in seen else tensor
         seen.add(address)
     return out
-
-
-def local_weights(source: str | Path) -> Path:
-    """The file or folder of a checkpoint on this machine; one named by its hub id is fetched, or found in the cache."""
-    if Path(source).exists():
-        return Path(source)
-    source = str(source)
-    if source.startswith((".", "/", "~")) or source.count("/") != 1:
-        raise FileNotFoundError(f"{source}: no such file or folder, and not the form OWNER/NAME of a hub id")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(source, allow_patterns=["*.safetensors", "*.json"]))
-    except Exception as error:
-        raise FileNotFoundError(
-            f"weights {source!r}: no such file or folder, and as a hub id it could not be fetched ({error}). Offline, "
-            "name a folder that holds the checkpoint's files"
-        ) from error
 
 
 def _heads(network: nn.Module) -> list[str]:

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from models.gr00t_n17.checkpoint.weights import load_weights, save_weights, weight_files, weights_digest
+from models.gr00t_n17.checkpoint.folder import weight_files
+from models.gr00t_n17.checkpoint.weights import load_weights, save_weights, weights_digest
 from models.gr00t_n17.config import GR00TN17Config
 from models.gr00t_n17.network import GR00TN17
 
@@ -117,10 +118,11 @@ def test_tied_tensors_are_stored_under_both_names(tmp_path: Path) -> None:
 def test_sources_that_do_not_exist_are_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
         weight_files(tmp_path)
-    with pytest.raises(FileNotFoundError, match="no such file or folder"):
-        weight_files(tmp_path / "absent")
-    with pytest.raises(ValueError, match="meta device"):
-        load_weights(Net(0).to("meta"), tmp_path)
+    with pytest.raises(FileNotFoundError, match="no such checkpoint file or folder"):
+        load_weights(Net(0), tmp_path / "absent")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
+    with pytest.raises(FileNotFoundError, match=r"only pytorch_model\.bin: pickled files .* are not read"):
+        load_weights(Net(0), tmp_path)
 
 
 def test_digest_sees_names_dtypes_shapes_and_values_but_not_order() -> None:

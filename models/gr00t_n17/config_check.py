@@ -95,7 +95,6 @@ def problems(config: GR00TN17Config) -> list[str]:
     one_of("state_history_length", config.state_history_length, 1)
     one_of("reproject_vision", config.reproject_vision, False)
     one_of("use_alternate_vl_dit", config.use_alternate_vl_dit, True)
-    one_of("strict_action_padding_mask", config.strict_action_padding_mask, False)
     one_of("diffusion_model_cfg.interleave_self_attention", dit.interleave_self_attention, True)
     one_of("diffusion_model_cfg.norm_type", dit.norm_type, "ada_norm")
     one_of("diffusion_model_cfg.positional_embeddings", dit.positional_embeddings, None)

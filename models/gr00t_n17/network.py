@@ -98,7 +98,7 @@ class ActionHead(nn.Module):
         batch = action.shape[0]
         state, action, action_mask = state.to(dtype), action.to(dtype), action_mask.to(dtype)
         category = rows_of(shared_category(embodiment_id), self.slots)
-        context = self.vl_self_attention(self.vlln(features))
+        context = self._context(features, attention_mask)
         # Dropout of the state is drawn before the noise, as upstream does: both may come from the same generator.
         drawn = noise if noise is not None else time
         draws = 1 if drawn is None else len(drawn) // batch
@@ -119,7 +119,8 @@ class ActionHead(nn.Module):
         action, action_mask = (t.repeat_interleave(draws, dim=0) for t in (action, action_mask))
         noisy = flow_matching.interpolate(noise, action, time)
         bucket = flow_matching.time_bucket(time, self.config.num_timestep_buckets)
-        velocity = self._velocity(noisy, bucket, state_token, context, attention_mask, image_mask, category)
+        real = self._real_entries(action_mask)
+        velocity = self._velocity(noisy, bucket, state_token, context, attention_mask, image_mask, category, real)
         return flow_matching.masked_mean_square(velocity, action - noise, action_mask)
 
     @torch.no_grad()
@@ -131,14 +132,17 @@ class ActionHead(nn.Module):
         state: Tensor,
         embodiment_id: Category,
         noise: Tensor | None = None,
+        action_mask: Tensor | None = None,
     ) -> Tensor:
         """Actions [B, H, Da] by Euler steps from `noise` [B, H, Da] (drawn when absent), normalised, not clipped.
 
-        Call it in eval mode: dropout would act otherwise.
+        `action_mask` [B, H, Da] marks the real entries; only a model with `strict_action_padding_mask` reads it, and
+        needs it. Call this in eval mode: dropout would act otherwise.
         """
         dtype = self._flow_dtype()
         category = rows_of(shared_category(embodiment_id), self.slots)
-        context = self.vl_self_attention(self.vlln(features))
+        context = self._context(features, attention_mask)
+        real = self._real_entries(action_mask)
         if noise is None:
             shape = (features.shape[0], self.config.action_horizon, self.config.max_action_dim)
             noise = torch.randn(shape, dtype=dtype, device=features.device)
@@ -146,14 +150,34 @@ class ActionHead(nn.Module):
 
         def velocity(x: Tensor, bucket: int) -> Tensor:
             buckets = torch.full((len(x),), bucket, device=x.device)
-            return self._velocity(x, buckets, state_token, context, attention_mask, image_mask, category)
+            result = self._velocity(x, buckets, state_token, context, attention_mask, image_mask, category, real)
+            return result if real is None else result * real
 
+        noise = noise.to(dtype)
         return flow_matching.euler(
             velocity,
-            noise.to(dtype),
+            noise if real is None else noise * real,
             num_steps=self.config.num_inference_timesteps,
             num_buckets=self.config.num_timestep_buckets,
         )
+
+    def _context(self, features: Tensor, valid: Tensor) -> Tensor:
+        """VL tokens for the DiT [B, S, D].
+
+        As released, the padding of a batch is attended to, so a sample depends on the longest prompt beside it. Columns
+        that are padding in every sample only round lengths up to a static shape: they are no keys.
+        """
+        return self.vl_self_attention(self.vlln(features), valid.any(0, keepdim=True))
+
+    def _real_entries(self, action_mask: Tensor | None) -> Tensor | None:
+        """The action mask where padded entries are to stay zero, None where they pass as noise (as released)."""
+        if not self.config.strict_action_padding_mask:
+            return None
+        if action_mask is None:
+            raise ValueError(
+                "strict_action_padding_mask=true: pass action_mask [B, H, Da] to sample, the mask of training"
+            )
+        return (action_mask != 0).to(self._flow_dtype())
 
     def _encode_state(self, state: Tensor, category: Category, draws: int) -> Tensor:
         """One token per row [B * draws, 1, C]; in training it is multiplied by 0 with `state_dropout_prob`."""
@@ -172,16 +196,24 @@ class ActionHead(nn.Module):
         valid: Tensor,
         image_mask: Tensor,
         category: Category,
+        real: Tensor | None = None,
     ) -> Tensor:
-        """Predicted velocity [B * R, H, A] of noisy actions [B * R, H, A] at bucket [B * R], R rows per sample."""
+        """Predicted velocity [B * R, H, A] of noisy actions [B * R, H, A] at bucket [B * R], R rows per sample.
+
+        With `real` [B * R, H, A] padded entries are zeroed and padded steps are no keys.
+        """
         batch, (rows, horizon, _) = len(context), noisy.shape
+        keys = None
+        if real is not None:
+            noisy = noisy * real
+            keys = torch.nn.functional.pad(real.any(-1), (1, 0), value=True)  # the state token stands first
         # Per-embodiment layers see the rows of a sample as one longer sequence: one weight lookup per sample.
         tokens = self.action_encoder(noisy.view(batch, -1, noisy.shape[-1]), bucket.view(batch, -1), category)
         tokens = tokens.view(rows, horizon, -1)
         if self.config.add_pos_embed:
             tokens = tokens + self.position_embedding.weight[:horizon]
         tokens = torch.cat([state_token, tokens], dim=1)
-        output = self.model(tokens, bucket, context, valid, image_mask)[:, 1:]
+        output = self.model(tokens, bucket, context, valid, image_mask, keys)[:, 1:]
         return self.action_decoder(output.reshape(batch, -1, output.shape[-1]), category).view(rows, horizon, -1)
 
     def _flow_dtype(self) -> torch.dtype:

@@ -50,7 +50,7 @@ def weight_dtypes(
                 dtypes[name] = torch.bfloat16
             elif name in _lookup_tables(path, module):
                 narrow = stored is None or stored.get(name) in (torch.bfloat16, None)
-                if narrow and not parameter.requires_grad or mode == "bf16":
+                if mode == "bf16" or (narrow and not parameter.requires_grad):
                     dtypes[name] = torch.bfloat16
     return dtypes
 

@@ -1,7 +1,7 @@
 """Active embodiment slots: which rows of the per-embodiment tensors a network holds, and how ids map to them.
 
-A checkpoint stores every per-embodiment tensor as [max_num_embodiments, ...]. A run trains one slot or a few; the others
-would cost weights, gradients and optimiser state (315.6 M of 325.8 M parameters at released size) and never change.
+A checkpoint stores every per-embodiment tensor as [max_num_embodiments, ...]. A run trains one slot or a few; the
+others would cost weights, gradients and optimiser state (315.6 M of 325.8 M parameters at released size) for nothing.
 """
 
 import re

@@ -115,7 +115,7 @@ class TransformerBlock(nn.Module):
 
 
 class VLSelfAttention(nn.Module):
-    """Unmasked self-attention over all backbone tokens, padding included, as in the released model."""
+    """Self-attention over all backbone tokens, as in the released model with the padding of the batch among the keys."""
 
     def __init__(self, config: GR00TN17Config) -> None:
         super().__init__()
@@ -133,9 +133,10 @@ class VLSelfAttention(nn.Module):
             for _ in range(cfg.num_layers)
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
+        """x [B, S, D]; `keys` [1 or B, S] bool, True = may be attended, None for all."""
         for block in self.transformer_blocks:
-            x = block(x)
+            x = block(x, mask=keys)
         return x
 
 
@@ -192,13 +193,24 @@ class AlternateVLDiT(nn.Module):
         self.proj_out_1 = nn.Linear(self.dim, 2 * self.dim)
         self.proj_out_2 = nn.Linear(self.dim, cfg.output_dim)
 
-    def forward(self, x: Tensor, bucket: Tensor, context: Tensor, valid: Tensor, image_mask: Tensor) -> Tensor:
-        """x [B * R, T, C], bucket [B * R], context [B, S, D], masks [B, S] bool -> [B * R, T, output_dim]."""
+    def forward(
+        self,
+        x: Tensor,
+        bucket: Tensor,
+        context: Tensor,
+        valid: Tensor,
+        image_mask: Tensor,
+        tokens: Tensor | None = None,
+    ) -> Tensor:
+        """x [B * R, T, C], bucket [B * R], context [B, S, D], masks [B, S] bool -> [B * R, T, output_dim].
+
+        `tokens` [B * R, T] bool: which rows of x are keys of the self-attention, None for all.
+        """
         activated_time = F.silu(self.timestep_encoder(bucket))
         masks = {True: valid & ~image_mask, False: valid & image_mask}
         for i, block in enumerate(self.transformer_blocks):
             if i % 2:
-                x = block(x, activated_time)
+                x = block(x, activated_time, mask=tokens)
             else:
                 x = block(x, activated_time, context, masks[i % self.attend_text_every == 0])
         # The order of the halves is the opposite of AdaLayerNorm's.

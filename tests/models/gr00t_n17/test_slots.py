@@ -64,7 +64,7 @@ def test_an_inactive_slot_is_refused() -> None:
         with pytest.raises(ValueError, match=r"embodiment_id=2 is not active.*slots=\(1, 3\)"):
             few.loss(**make_batch(ids))
     for wrong in ((), (1, 1), (4,), (-1, 2)):
-        with pytest.raises(ValueError, match="each once, of 0..3"):
+        with pytest.raises(ValueError, match=r"each once, of 0\.\.3"):
             ActionHead(GR00TN17Config.tiny(), wrong)
 
 

@@ -1,4 +1,4 @@
-"""Image resizing on uint8 levels, whole batches on any device, with the rounding of the reference libraries.
+"""Image sizes and resizing on uint8 levels, whole batches on any device, with the rounding of the reference libraries.
 
 Each axis is a short weighted sum of gathered rows (2 to 6 taps), not a matrix product: elementwise arithmetic is the
 same on every device, where a matrix product would be rounded to TF32 on a GPU or to bfloat16 under autocast. Weights
@@ -7,10 +7,12 @@ are computed once per (size in, size out) and device.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import interpolate
 
 
 class Taps(NamedTuple):
@@ -48,47 +50,31 @@ def multiple_size(height: int, width: int, *, factor: int, min_pixels: int, max_
     return new_height, new_width
 
 
-def resize_area(images: Tensor, height: int, width: int) -> Tensor:
-    """uint8 [N, C, H, W] -> uint8 [N, C, height, width] as OpenCV's INTER_AREA does it.
-
-    Shrinking averages the covered area in float and rounds once. As soon as one axis grows OpenCV falls back to its
-    11-bit fixed-point linear interpolation, with its truncations; both are reproduced.
-    """
-    source_height, source_width = images.shape[-2:]
-    if (source_height, source_width) == (height, width):
-        return images
-    if height > source_height or width > source_width:
-        return _resize_area_growing(images, height, width)
-    columns = _to(images.device, "area", source_width, width)
-    rows = _to(images.device, "area", source_height, height)
-    # The reference's order of sums, across before down: sums that end near a half otherwise round the other way.
-    out = _weighted(_weighted(images.transpose(2, 3).contiguous(), columns).transpose(2, 3).contiguous(), rows)
-    cells = (source_height // height) * (source_width // width)
-    if source_height % height or source_width % width:
-        out = out.round_()
-    elif (source_height, source_width) == (2 * height, 2 * width):
-        out = out.add_(2).mul_(0.25).floor_()  # the special case of a 2x2 mean rounds a half up
-    else:
-        out = out.mul_(torch.tensor(1.0 / cells, dtype=torch.float32).item()).round_()
-    return out.clamp_(0, 255).to(torch.uint8)
-
-
 def resize_bicubic(images: Tensor, height: int, width: int) -> Tensor:
     """uint8 [N, C, H, W] -> uint8 [N, C, height, width], antialiased bicubic (a = -0.5) on 16-bit fixed-point weights.
 
-    Equal to torch's uint8 CPU kernel (which torchvision's and transformers' fast image processors call): the horizontal
-    pass comes first and is rounded to uint8 levels before the vertical one.
+    torch's uint8 CPU kernel, which torchvision's and transformers' fast image processors call, and its arithmetic on
+    other devices: the horizontal pass comes first and is rounded to uint8 levels before the vertical one.
     """
+    if images.shape[-2:] == (height, width):
+        return images.contiguous()
+    if images.device.type == "cpu":
+        return interpolate(images.contiguous(), size=(height, width), mode="bicubic", antialias=True)
+    return bicubic_by_taps(images, height, width)
+
+
+def bicubic_by_taps(images: Tensor, height: int, width: int) -> Tensor:
+    """`resize_bicubic` where there is no uint8 kernel."""
     source_height, source_width = images.shape[-2:]
     if source_width != width:
-        taps = _to(images.device, "bicubic", source_width, width)
+        taps = taps_on(images.device, _bicubic_taps, source_width, width)
         images = _fixed_point(images.transpose(2, 3).contiguous(), taps).transpose(2, 3)
     if source_height != height:
-        images = _fixed_point(images.contiguous(), _to(images.device, "bicubic", source_height, height))
+        images = _fixed_point(images.contiguous(), taps_on(images.device, _bicubic_taps, source_height, height))
     return images.contiguous()
 
 
-def _weighted(images: Tensor, taps: Taps) -> Tensor:
+def weighted(images: Tensor, taps: Taps) -> Tensor:
     """Weighted row sum along dimension 2 in float32, [N, C, H, W] -> [N, C, out, W].
 
     Product and sum are two operations: fused they round once instead of twice and ties fall differently.
@@ -99,32 +85,14 @@ def _weighted(images: Tensor, taps: Taps) -> Tensor:
     return out
 
 
-def _fixed_point(images: Tensor, taps: Taps) -> Tensor:
-    # Weights are below 2^15, their absolute sum below 2^16: all partial sums are integers below 2^24, exact in float32.
-    out = _weighted(images, taps)
-    return out.add_(2.0 ** (taps.bits - 1)).mul_(2.0**-taps.bits).floor_().clamp_(0, 255).to(torch.uint8)
-
-
-def _resize_area_growing(images: Tensor, height: int, width: int) -> Tensor:
-    columns = _to(images.device, "linear", images.shape[-1], width)
-    rows = _to(images.device, "linear", images.shape[-2], height)
-    # Horizontal sums are below 2^19: exact in float32. Four bits are dropped before the vertical products, each product
-    # loses sixteen, and the last two are rounded: all in integers, because the products need 27 bits.
-    across = _weighted(images.transpose(2, 3).contiguous(), columns).mul_(1 / 16).floor_().to(torch.int32)
-    across = across.transpose(2, 3).contiguous()
-    weight = rows.weight.to(torch.int32)
-    out = (across.index_select(2, rows.index[0]) * weight[0][:, None]).bitwise_right_shift_(16)
-    out += (across.index_select(2, rows.index[1]) * weight[1][:, None]).bitwise_right_shift_(16)
-    return out.add_(2).bitwise_right_shift_(2).clamp_(0, 255).to(torch.uint8)
-
-
 @functools.lru_cache(maxsize=256)
-def _to(device: torch.device, kind: str, source: int, target: int) -> Taps:
-    taps = {"area": _area_taps, "linear": _linear_taps, "bicubic": _bicubic_taps}[kind](source, target)
+def taps_on(device: torch.device, build: Callable[[int, int], Taps], source: int, target: int) -> Taps:
+    """The taps that `build` computes for (source, target), on `device`."""
+    taps = build(source, target)
     return Taps(taps.index.to(device), taps.weight.to(device), taps.bits)
 
 
-def _pack(rows: list[list[tuple[int, float]]], bits: int = 0) -> Taps:
+def pack(rows: list[list[tuple[int, float]]], bits: int = 0) -> Taps:
     """Taps from a list of (source row, weight) per output row, padded with weight 0."""
     count = max(len(row) for row in rows)
     padded = [row + [(row[-1][0], 0.0)] * (count - len(row)) for row in rows]
@@ -133,40 +101,10 @@ def _pack(rows: list[list[tuple[int, float]]], bits: int = 0) -> Taps:
     return Taps(index, weight, bits)
 
 
-def _area_taps(source: int, target: int) -> Taps:
-    """Share of each source row in the interval an output row covers; OpenCV drops edge shares under 1e-3."""
-    if source % target == 0:
-        step = source // target  # plain sums; the caller divides the integer total once
-        return _pack([[(out * step + k, 1.0) for k in range(step)] for out in range(target)])
-    scale = source / target
-    rows = []
-    for out in range(target):
-        start = out * scale
-        end = start + scale
-        cell = min(scale, source - start)
-        first, last = math.ceil(start), min(math.floor(end), source - 1)
-        first = min(first, last)
-        row = [(first - 1, (first - start) / cell)] if first - start > 1e-3 else []
-        row += [(inner, 1.0 / cell) for inner in range(first, last)]
-        if end - last > 1e-3:
-            row.append((last, min(min(end - last, 1.0), cell) / cell))
-        rows.append(row)
-    return _pack(rows)
-
-
-def _linear_taps(source: int, target: int) -> Taps:
-    """Two taps per output row with 11-bit weights: OpenCV's linear kernel with the phase it uses for growing areas."""
-    scale, inverse = source / target, target / source
-    rows = []
-    for out in range(target):
-        left = math.floor(out * scale)
-        # float32, because the reference rounds the phase to single precision before it quantises it
-        phase = float(torch.tensor((out + 1) - (left + 1) * inverse, dtype=torch.float64).to(torch.float32))
-        phase = 0.0 if phase <= 0 else phase - math.floor(phase)
-        if left >= source - 1:
-            left, phase = source - 1, 0.0
-        rows.append([(left, round((1 - phase) * 2048)), (min(left + 1, source - 1), round(phase * 2048))])
-    return _pack(rows, bits=11)
+def _fixed_point(images: Tensor, taps: Taps) -> Tensor:
+    # Weights are below 2^15, their absolute sum below 2^16: all partial sums are integers below 2^24, exact in float32.
+    out = weighted(images, taps)
+    return out.add_(2.0 ** (taps.bits - 1)).mul_(2.0**-taps.bits).floor_().clamp_(0, 255).to(torch.uint8)
 
 
 def _bicubic_taps(source: int, target: int) -> Taps:
@@ -187,7 +125,7 @@ def _bicubic_taps(source: int, target: int) -> Taps:
     while bits < 22 and 0.5 + largest * (1 << (bits + 1)) < (1 << 15):
         bits += 1
     fixed = [[(place, float(math.trunc(w * (1 << bits) + math.copysign(0.5, w)))) for place, w in row] for row in rows]
-    return _pack(fixed, bits)
+    return pack(fixed, bits)
 
 
 def _cubic(x: float) -> float:

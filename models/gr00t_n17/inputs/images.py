@@ -1,62 +1,55 @@
-"""Frames to vision-tower patches on the batch's device: resize, crop, colour jitter, smart resize, normalise, patchify.
+"""Frames to vision-tower patches on the batch's device: resize, crop, augment, smart resize, normalise, patchify.
 
-The path of the released processor, with its rounding to uint8 levels after every step: shorter side to 256 by area, a
-95 % crop (random in training, centred otherwise), shorter side to 256 again, colour jitter, then the Qwen resize to
-multiples of 32. All cameras of equal size are one batch. Steps that change nothing are not run.
+The path of the released processor, with its rounding to uint8 levels after every step. Recipe A: shorter side to 256 by
+area, a 95 % crop (random in training, centred otherwise), shorter side to 256 again; recipe B squashes to a fixed size
+both times. Then rotation and colour jitter where they are set, and the Qwen resize to multiples of 32. All cameras of
+equal size are one batch. Steps that change nothing are not run.
 """
 
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from models.common import draws
-from models.common.color_jitter import color_jitter, draw_jitter
-from models.common.resample import multiple_size, resize_area, resize_bicubic, shortest_edge_size
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageSettings:
-    """What the image path needs of the processor's and the network's configuration."""
-
-    shortest_image_edge: int | None
-    crop_fraction: float | None
-    color_jitter: tuple[float, float, float, float] | None
-    min_pixels: int
-    max_pixels: int
-    patch_size: int
-    merge_size: int
-    temporal_patch_size: int
-    duplicate_frames: bool
+from models.common.color_jitter import JitterDraws, color_jitter, draw_jitter
+from models.common.resample import multiple_size, resize_bicubic, shortest_edge_size
+from models.common.resize_area import resize_area, resize_area_frames
+from models.common.rotate import draw_angle, rotate
+from models.gr00t_n17.inputs.image_settings import ImageSettings, Size
 
 
 @dataclass(frozen=True)
 class ImagePlan:
     """Sizes (height, width) of one camera's frames after each step, and the patch grid."""
 
-    resized: tuple[int, int]
-    cropped: tuple[int, int]
-    spare: tuple[int, int]  # largest crop offset (down, right)
-    restored: tuple[int, int]
-    final: tuple[int, int]
-    grid: tuple[int, int]
+    padded: Size
+    resized: Size
+    cropped: Size
+    spare: Size  # largest crop offset (down, right)
+    restored: Size
+    final: Size
+    grid: Size
     tokens: int
 
 
 @functools.lru_cache(maxsize=256)
-def plan_image(settings: ImageSettings, height: int, width: int, outer: tuple[int, int] | None = None) -> ImagePlan:
+def plan_image(settings: ImageSettings, height: int, width: int, outer: Size | None = None) -> ImagePlan:
     """Sizes for a frame of height x width; the crop box is laid out in a frame of size `outer` (None: its own).
 
     480x640 in the released settings: 256x341, crop 243x323, 256x340, 256x352: a grid of 16x22 patches, 88 tokens.
     """
-    edge, fraction = settings.shortest_image_edge, settings.crop_fraction
-    resized = shortest_edge_size(height, width, edge) if edge else (height, width)
+    fraction = settings.fraction
+    padded = (max(height, width),) * 2 if settings.letter_box_transform else (height, width)
+    resized = _scaled(settings, padded)
     frame = outer or resized
     cropped = (max(1, int(frame[0] * fraction)), max(1, int(frame[1] * fraction))) if fraction else resized
     spare = (frame[0] - cropped[0], frame[1] - cropped[1]) if fraction else (0, 0)
-    restored = shortest_edge_size(*cropped, edge) if edge else cropped
+    restored = _scaled(settings, cropped)
     final = multiple_size(
         *restored,
         factor=settings.patch_size * settings.merge_size,
@@ -64,10 +57,18 @@ def plan_image(settings: ImageSettings, height: int, width: int, outer: tuple[in
         max_pixels=settings.max_pixels,
     )
     grid = (final[0] // settings.patch_size, final[1] // settings.patch_size)
-    return ImagePlan(resized, cropped, spare, restored, final, grid, grid[0] * grid[1] // settings.merge_size**2)
+    tokens = grid[0] * grid[1] // settings.merge_size**2
+    return ImagePlan(padded, resized, cropped, spare, restored, final, grid, tokens)
 
 
-def plan_cameras(settings: ImageSettings, sizes: Sequence[tuple[int, int]]) -> list[ImagePlan]:
+def _scaled(settings: ImageSettings, size: Size) -> Size:
+    """Size after either of the path's two area resizes."""
+    if settings.shortest_image_edge is not None:
+        return shortest_edge_size(*size, settings.shortest_image_edge)
+    return settings.image_target_size or size
+
+
+def plan_cameras(settings: ImageSettings, sizes: Sequence[Size]) -> list[ImagePlan]:
     """Plans for the cameras of a sample in order.
 
     The crop is replayed in pixel coordinates: the first camera decides the box for all. Where the box does not fit
@@ -84,27 +85,78 @@ def plan_cameras(settings: ImageSettings, sizes: Sequence[tuple[int, int]]) -> l
 
 
 class FirstResize:
-    """The path's first step alone, shorter side to `edge` by area: it draws nothing, so its results can be kept.
+    """The path's first step alone, bars and resize by area: it draws nothing, so its results can be kept.
 
     A data layer that hands over frames of this size saves decoding them again and three quarters of their bytes or
-    more; `ImageTransform` finds nothing left to resize and gives the same values. Smaller frames stay as they are.
+    more; `ImageTransform` finds nothing left to resize and gives the same values. Frames that would not become smaller
+    stay as they are.
+
+    Args:
+        edge: recipe A, length of the shorter side.
+        target: recipe B, size of the result.
+        letter_box: black bars to a square first.
 
     Attributes:
         key: names the arithmetic; results under equal keys are equal.
     """
 
-    def __init__(self, edge: int) -> None:
-        self.edge = edge
-        self.key = f"gr00t-area-{edge}"
+    def __init__(self, edge: int | None, *, target: Size | None = None, letter_box: bool = False) -> None:
+        if edge is None and target is None:
+            raise ValueError("FirstResize needs an edge (recipe A) or a target size (recipe B)")
+        self.edge, self.target, self.letter_box = edge, target if edge is None else None, letter_box
+        size = str(edge) if self.target is None else f"{self.target[0]}x{self.target[1]}"
+        self.key = f"gr00t-area-{size}{'-letterbox' if letter_box else ''}"
 
-    def shape(self, height: int, width: int) -> tuple[int, int]:
+    @classmethod
+    def of(cls, settings: ImageSettings) -> "FirstResize | None":
+        """The first step of a path; None where it begins with a random one."""
+        if settings.recipe == "none":
+            return None
+        return cls(
+            settings.shortest_image_edge,
+            target=settings.image_target_size,
+            letter_box=settings.letter_box_transform,
+        )
+
+    def shape(self, height: int, width: int) -> Size:
         """Size of the result for a frame of the given size."""
-        return shortest_edge_size(height, width, self.edge) if min(height, width) > self.edge else (height, width)
+        padded = (max(height, width),) * 2 if self.letter_box else (height, width)
+        size = self.target if self.target is not None else shortest_edge_size(*padded, self.edge or 0)
+        shrinks = size[0] <= padded[0] and size[1] <= padded[1] and size[0] * size[1] < height * width
+        return size if shrinks else (height, width)
 
     def __call__(self, frames: Tensor) -> Tensor:
         """uint8 [N, H, W, 3] -> uint8 [N, h, w, 3]."""
-        size = self.shape(*frames.shape[1:3])
-        return resize_area(frames.permute(0, 3, 1, 2).contiguous(), *size).permute(0, 2, 3, 1).contiguous()
+        height, width = frames.shape[1:3]
+        size = self.shape(height, width)
+        if size == (height, width):
+            return frames.contiguous()
+        return resize_area_frames(letter_box(frames) if self.letter_box else frames, *size).contiguous()
+
+
+class Augmentation(NamedTuple):
+    """The random part for B samples, the same for all cameras and times of a sample.
+
+    crop: float32 [B, 2], place of the box between its first and last offset down and right, in [0, 1); None crops the
+    centre. degrees: float64 [B] or None for no rotation. jitter: or None for no change of colours.
+    """
+
+    crop: Tensor | None
+    degrees: Tensor | None
+    jitter: JitterDraws | None
+
+
+NO_AUGMENTATION = Augmentation(None, None, None)
+
+
+def draw_augmentation(settings: ImageSettings, seed: int, position: Tensor) -> Augmentation:
+    """Draws for the samples at int64 positions [B], as functions of (seed, position)."""
+    angle, strength = settings.random_rotation_angle, settings.color_jitter
+    return Augmentation(
+        crop=draws.uniform(seed, "crop", position, (2,)) if settings.random_crop else None,
+        degrees=draw_angle(seed, position, angle) if angle else None,
+        jitter=draw_jitter(seed, position, strength) if strength is not None else None,
+    )
 
 
 class ImageTransform:
@@ -124,17 +176,16 @@ class ImageTransform:
         `augment`.
         """
         settings = self.settings
+        drawn = draw_augmentation(settings, self.seed, position) if augment else NO_AUGMENTATION
         sizes = [(images[camera].shape[2], images[camera].shape[3]) for camera in cameras]
         plans = plan_cameras(settings, sizes)
         batch, times = images[cameras[0]].shape[:2]
         patches: list[Tensor | None] = [None] * len(cameras)
         for size, plan in dict.fromkeys(zip(sizes, plans, strict=True)):
             members = [i for i in range(len(cameras)) if (sizes[i], plans[i]) == (size, plan)]
-            # [B, T, V, H, W, 3] -> planar [B, T * V, 3, H, W]
-            frames = torch.stack([images[cameras[i]] for i in members], dim=2)
-            frames = frames.flatten(1, 2).permute(0, 1, 4, 2, 3).contiguous()
-            frames = self._to_levels(frames, plan, position, augment)
-            grouped = patchify(frames.flatten(0, 1), settings).view(
+            frames = torch.stack([images[cameras[i]] for i in members], dim=2).flatten(1, 2)
+            levels = self.augmented(frames, plan, drawn).flatten(0, 1)
+            grouped = patchify(resize_bicubic(levels, *plan.final), settings).view(
                 batch, times, len(members), *_patch_shape(plan, settings)
             )
             for place, i in enumerate(members):
@@ -145,32 +196,46 @@ class ImageTransform:
             pixel_values = torch.cat([part for part in patches if part is not None], dim=2).flatten(0, 2)
         return pixel_values, _grids(tuple(plan.grid for plan in plans), batch * times)
 
-    def _to_levels(self, frames: Tensor, plan: ImagePlan, position: Tensor, augment: bool) -> Tensor:
-        """uint8 [B, M, 3, H, W] -> uint8 [B, M, 3, *plan.final]."""
-        batch, views = frames.shape[:2]
-        frames = resize_area(frames.flatten(0, 1), *plan.resized).unflatten(0, (batch, views))
+    def augmented(self, frames: Tensor, plan: ImagePlan, drawn: Augmentation) -> Tensor:
+        """uint8 [B, M, H, W, 3] -> uint8 [B, M, 3, *plan.restored]: the path up to the backbone's own resize."""
+        batch = len(frames)
+        frames = frames.flatten(0, 1)
+        frames = resize_area_frames(letter_box(frames) if self.settings.letter_box_transform else frames, *plan.resized)
+        # planar from here on: [B, M, H, W, 3] -> [B, M, 3, H, W]
+        planes = frames.permute(0, 3, 1, 2).contiguous().unflatten(0, (batch, -1))
         if plan.cropped != plan.resized:
-            frames = self._crop(frames, plan, position, augment)
-        frames = resize_area(frames.flatten(0, 1), *plan.restored).unflatten(0, (batch, views))
-        if augment and self.settings.color_jitter is not None:
-            frames = color_jitter(frames, draw_jitter(self.seed, position, self.settings.color_jitter))
-        return resize_bicubic(frames.flatten(0, 1), *plan.final).unflatten(0, (batch, views))
+            planes = crop(planes, plan, drawn.crop)
+        planes = resize_area(planes.flatten(0, 1), *plan.restored).unflatten(0, (batch, -1))
+        if drawn.degrees is not None:
+            planes = rotate(planes, drawn.degrees)
+        return planes if drawn.jitter is None else color_jitter(planes, drawn.jitter)
 
-    def _crop(self, frames: Tensor, plan: ImagePlan, position: Tensor, augment: bool) -> Tensor:
-        height, width = plan.cropped
-        spare = plan.spare
-        if not augment:
-            top, left = spare[0] // 2, spare[1] // 2
-            return frames[..., top : top + height, left : left + width].contiguous()
-        u = draws.uniform(self.seed, "crop", position, (2,))
-        top = (u[:, 0] * (spare[0] + 1)).long()
-        left = (u[:, 1] * (spare[1] + 1)).long()
-        rows = top[:, None] + torch.arange(height, device=frames.device)
-        columns = left[:, None] + torch.arange(width, device=frames.device)
-        flat = rows[:, :, None] * frames.shape[-1] + columns[:, None, :]  # [B, h, w]
-        planes = frames.flatten(1, 2).flatten(2)  # [B, M * 3, H * W]
-        index = flat.flatten(1)[:, None, :].expand(-1, planes.shape[1], -1)
-        return planes.gather(2, index).view(*frames.shape[:3], height, width)
+
+def letter_box(frames: Tensor) -> Tensor:
+    """uint8 [N, H, W, C] -> [N, S, S, C] with S = max(H, W): black bars, the odd row or column behind."""
+    height, width = frames.shape[1:3]
+    down, right = max(width - height, 0), max(height - width, 0)
+    if not down and not right:
+        return frames
+    return pad(frames, (0, 0, right // 2, right - right // 2, down // 2, down - down // 2))
+
+
+def crop(planes: Tensor, plan: ImagePlan, share: Tensor | None) -> Tensor:
+    """uint8 [B, M, 3, H, W] -> uint8 [B, M, 3, *plan.cropped], at offsets floor(share * (spare + 1)) or the centre."""
+    (height, width), spare = plan.cropped, plan.spare
+    if share is None:
+        top, left = spare[0] // 2, spare[1] // 2
+        return planes[..., top : top + height, left : left + width].contiguous()
+    top, left = (share[:, 0] * (spare[0] + 1)).long(), (share[:, 1] * (spare[1] + 1)).long()
+    if planes.device.type == "cpu":
+        boxes = zip(planes, top.tolist(), left.tolist(), strict=True)
+        return torch.stack([sample[..., t : t + height, x : x + width] for sample, t, x in boxes])
+    rows = top[:, None] + torch.arange(height, device=planes.device)
+    columns = left[:, None] + torch.arange(width, device=planes.device)
+    flat = rows[:, :, None] * planes.shape[-1] + columns[:, None, :]  # [B, h, w]
+    lines = planes.flatten(1, 2).flatten(2)  # [B, M * 3, H * W]
+    index = flat.flatten(1)[:, None, :].expand(-1, lines.shape[1], -1)
+    return lines.gather(2, index).view(*planes.shape[:3], height, width)
 
 
 def patchify(frames: Tensor, settings: ImageSettings) -> Tensor:

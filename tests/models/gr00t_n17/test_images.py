@@ -11,7 +11,8 @@ from torch import Tensor
 
 from models.common import draws
 from models.common.color_jitter import JitterDraws, color_jitter, draw_jitter
-from models.common.resample import multiple_size, resize_area, resize_bicubic
+from models.common.resample import multiple_size, resize_bicubic
+from models.common.resize_area import resize_area
 from models.gr00t_n17.inputs.images import ImageSettings, ImageTransform, patchify, plan_cameras, plan_image
 
 GOLDEN = Path(__file__).parent / "golden" / "image_golden.npz"

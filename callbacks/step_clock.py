@@ -31,6 +31,8 @@ class Step:
     """Model FLOPs of this rank, as the module declares them; 0 when it does not."""
     loss: torch.Tensor
     """Mean over the micro-batches, still on its device."""
+    loss_weight: torch.Tensor | None = None
+    """What the mean over ranks weighs this loss with, as the module gives it; None where all ranks count the same."""
 
 
 class _Listener(Profiler):
@@ -116,6 +118,7 @@ class StepClock(Callback):
         self._samples = 0
         self._flops = 0
         self._losses: list[torch.Tensor] = []
+        self._weights: list[torch.Tensor] = []
         self._step_before = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -143,6 +146,9 @@ class StepClock(Callback):
     ) -> None:
         assert self._listener is not None
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        if isinstance(outputs, dict) and "loss_weight" in outputs:  # a sum, to be divided by the weight of the step
+            loss = outputs["loss_sum"]
+            self._weights.append(outputs["loss_weight"].detach())
         self._losses.append(loss.detach())
         self._flops += int(getattr(pl_module, "step_flops", 0))
         if trainer.global_step == self._step_before:
@@ -150,6 +156,7 @@ class StepClock(Callback):
         now = time.perf_counter()
         # Lightning divides the returned loss by the number of micro-batches, so their sum is the step's mean
         loss = self._losses[0] if len(self._losses) == 1 else torch.stack(self._losses).sum()
+        weight = torch.stack(self._weights).sum() if self._weights else None
         self.steps.append(
             Step(
                 index=trainer.global_step,
@@ -157,14 +164,15 @@ class StepClock(Callback):
                 step_s=now - self._cycle_started - self._listener.excluded_s,
                 samples=self._samples,
                 flops=self._flops,
-                loss=loss,
+                loss=loss if weight is None else loss / weight,
+                loss_weight=weight,
             )
         )
         self._listener.excluded_s = 0.0
         self._cycle_started = now
         self._step_before = trainer.global_step
         self._wait_s, self._samples, self._flops = 0.0, 0, 0
-        self._losses = []
+        self._losses, self._weights = [], []
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._listener is not None:

@@ -16,7 +16,7 @@ class Window:
 
     index: list[int]
     loss: list[float]
-    """Mean over ranks."""
+    """Mean over ranks, by the weights that the module gives."""
     step_s: list[float]
     wait_s: list[float]
     slowest_rank: list[int]
@@ -53,19 +53,22 @@ def gather(steps: Sequence[Step], device: torch.device) -> Window:
     """
     losses = torch.stack([step.loss for step in steps]).to(device, torch.float64)
     table = torch.tensor([[s.wait_s, s.step_s, s.samples, s.flops] for s in steps], dtype=torch.float64)
-    local = torch.cat([table.to(device), losses.unsqueeze(1)], dim=1)  # [steps, 5]
+    given = [step.loss_weight for step in steps if step.loss_weight is not None]
+    assert len(given) in (0, len(steps)), "a module gives a weight in every step or in none"
+    weights = torch.stack(given).to(device, torch.float64) if given else torch.ones_like(losses)
+    local = torch.cat([table.to(device), losses.unsqueeze(1), weights.unsqueeze(1)], dim=1)  # [steps, 6]
     world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if world_size == 1:
         ranks = local.unsqueeze(0)
     else:
         parts = [torch.empty_like(local) for _ in range(world_size)]
         dist.all_gather(parts, local)
-        ranks = torch.stack(parts)  # [ranks, steps, 5]
+        ranks = torch.stack(parts)  # [ranks, steps, 6]
     ranks = ranks.cpu()
     wait, slowest = ranks[:, :, 0].max(dim=0)
     return Window(
         index=[step.index for step in steps],
-        loss=ranks[:, :, 4].mean(dim=0).tolist(),
+        loss=((ranks[:, :, 4] * ranks[:, :, 5]).sum(dim=0) / ranks[:, :, 5].sum(dim=0)).tolist(),
         step_s=ranks[:, :, 1].max(dim=0).values.tolist(),
         wait_s=wait.tolist(),
         slowest_rank=slowest.tolist(),

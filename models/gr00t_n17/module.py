@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.common import draws
 from models.common.optim import (
@@ -19,6 +19,7 @@ from models.common.optim import (
 from models.gr00t_n17.flops import step_flops
 from models.gr00t_n17.layers.grids import Grid
 from models.gr00t_n17.network import GR00TN17
+from models.gr00t_n17.step_mean import StepMean, gradients, scale_, total_norm
 
 
 class GR00TN17Module(LightningModule):
@@ -55,7 +56,8 @@ class GR00TN17Module(LightningModule):
         self.flow_draws = int(flow_draws)
         self._last_step = -1
         self._micro_batch = 0
-        self._loss_sum: Tensor | None = None
+        self._mean = StepMean()
+        self._factor: Tensor | None = None
         self._last_shapes: tuple[int, int, tuple[Grid, ...], bool] | None = None
         self._flops: dict[tuple[int, int, tuple[Grid, ...], bool], int] = {}
         self._settings: list[dict[str, Any]] = []
@@ -65,18 +67,26 @@ class GR00TN17Module(LightningModule):
         # Lightning keeps the modes it finds, and an evaluation before the fit may have left another one.
         self.train()
 
-    def training_step(self, inputs: Mapping[str, Any], batch_idx: int = 0) -> Tensor:
-        """Loss of one micro-batch."""
+    def training_step(self, inputs: Mapping[str, Any], batch_idx: int = 0) -> Tensor | dict[str, Tensor]:
+        """Loss of one micro-batch: its mean where it is the whole step, else its sum.
+
+        Of several micro-batches or ranks the summed error is returned as `loss`, with `loss_sum` and `loss_weight`, the
+        size of its mask, beside it; `configure_gradient_clipping` divides the gradient by the mask of the whole step.
+        """
         self._count_micro_batch()
         # Dropout comes from the global generator: seeded by the place in the run, it repeats after a resume.
         torch.manual_seed(
             draws.stream_key(self.seed, "step", self.global_step, self._micro_batch, self.global_rank) >> 1
         )
         noise, time = self.flow_variables(inputs["position"])
-        loss = self.network(inputs, noise=noise, time=time)
+        mean = self.network(inputs, noise=noise, time=time)
         self._last_shapes = self._shapes(inputs)
-        self._log_step(loss.detach(), batch_size=len(inputs["position"]))
-        return loss
+        weight = inputs["action_mask"].sum(dtype=torch.float32) * self.flow_draws + 1e-6  # what the mean was divided by
+        error = mean * weight
+        self._mean.add(error, weight)
+        if self._shares() == 1:
+            return mean
+        return {"loss": error, "loss_sum": error.detach(), "loss_weight": weight}
 
     def flow_variables(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """Noise [K * B, H, Da] and time [K * B] for int64 positions [B], row k * B + b being draw k of sample b."""
@@ -102,14 +112,39 @@ class GR00TN17Module(LightningModule):
             apply_settings(optimizer, scheduler, self._settings)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Log the gradient norm before clipping, on steps whose metrics are written: it reads every gradient once."""
-        if not self._writes_metrics():
-            return
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
-        if hasattr(norm, "full_tensor"):  # sharded gradients: a collective, so every rank comes here
-            norm = norm.full_tensor()
-        self.log("train/grad_norm", norm, on_step=True, on_epoch=False)
+        """Log the loss of the step and find what its gradient must be divided by."""
+        error, weight = self._mean.totals()
+        self.log("train/loss", error / weight, on_step=True, on_epoch=False, prog_bar=True)
+        # Lightning has divided by the number of micro-batches and the strategy by that of ranks.
+        shares = self._shares()
+        self._factor = shares / weight if shares > 1 else None
+        # a tensor on the CPU: Lightning would copy a plain number to the device, which waits for it in every step
+        rate = torch.tensor(optimizer.param_groups[0]["lr"])
+        self.log("train/lr", rate, on_step=True, on_epoch=False)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Make the gradient that of the step's mean and clip it by its norm, in one pass over all gradients.
+
+        The norm before clipping is logged on steps whose metrics are written.
+        """
+        grads = gradients(optimizer)
+        factor, limit = self._factor, gradient_clip_val or 0.0
+        if gradient_clip_algorithm not in (None, "norm"):
+            raise ValueError(f"gradient_clip_algorithm={gradient_clip_algorithm!r}: gradients are clipped by norm only")
+        if limit > 0 or self._writes_metrics():
+            norm = total_norm(grads) * (1.0 if factor is None else factor)
+            if self._writes_metrics():
+                self.log("train/grad_norm", norm, on_step=True, on_epoch=False)
+            if limit > 0:
+                clip = torch.clamp(limit / (norm + 1e-6), max=1.0)
+                factor = clip if factor is None else clip * factor
+        if factor is not None:
+            scale_(grads, factor)
 
     @property
     def step_flops(self) -> int:
@@ -140,20 +175,12 @@ class GR00TN17Module(LightningModule):
         if self.global_step == self._last_step:
             self._micro_batch += 1
         else:
-            self._last_step, self._micro_batch, self._loss_sum = self.global_step, 0, None
+            self._last_step, self._micro_batch = self.global_step, 0
+            self._mean.reset()
 
-    def _log_step(self, loss: Tensor, batch_size: int) -> None:
-        """train/loss is the mean over the micro-batches of the step, and over ranks when it is written."""
-        self._loss_sum = loss if self._loss_sum is None else self._loss_sum + loss
-        if self._trainer is None:
-            return
-        mean = self._loss_sum / (self._micro_batch + 1)
-        if self._writes_metrics():
-            mean = self.trainer.strategy.reduce(mean, reduce_op="mean")
-        self.log("train/loss", mean, on_step=True, on_epoch=False, prog_bar=True, batch_size=batch_size)
-        # a tensor on the CPU: Lightning would copy a plain number to the device, which waits for it in every step
-        rate = torch.tensor(self.trainer.optimizers[0].param_groups[0]["lr"])
-        self.log("train/lr", rate, on_step=True, on_epoch=False, batch_size=batch_size)
+    def _shares(self) -> int:
+        """Micro-batches times ranks: the parts whose gradients Lightning and its strategy average."""
+        return 1 if self._trainer is None else self.trainer.accumulate_grad_batches * self.trainer.world_size
 
     def _writes_metrics(self) -> bool:
         every = self.trainer.log_every_n_steps

@@ -6,8 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipes.check_data import size
+from recipes.load import RecipeError
 from recipes.parse import nearest
+from recipes.parts import parts, slot
 from recipes.schema import Recipe
+from recipes.schema_data import PartConfig
+from recipes.sources import batch_cameras, batch_columns, horizon_of, source
 
 if TYPE_CHECKING:  # importing these takes seconds; `show` and configuration errors must not wait for them
     from knonik import DataModule, Dataset
@@ -16,9 +20,6 @@ if TYPE_CHECKING:  # importing these takes seconds; `show` and configuration err
     from models.gr00t_n17.inputs.processor import Processor
     from models.gr00t_n17.module import GR00TN17Module
     from models.gr00t_n17.network import GR00TN17
-
-
-SPLIT_SEED = 0  # which episodes are held out depends on their ids alone, also between runs of different seeds
 
 
 def model_config(recipe: Recipe) -> "GR00TN17Config":
@@ -42,61 +43,68 @@ def model_config(recipe: Recipe) -> "GR00TN17Config":
 
 
 def with_local_weights(recipe: Recipe) -> Recipe:
-    """The recipe with a checkpoint named by its hub id fetched and named by its folder."""
-    from models.gr00t_n17.checkpoint.weights import local_weights
+    """The recipe with a checkpoint that lies elsewhere fetched and named by its folder.
 
-    if recipe.model.weights is None:
+    Raises:
+        RecipeError: it cannot be fetched, or the recipe does not fit what came.
+    """
+    from recipes.check_model import is_remote, model_problems
+    from recipes.checkpoint_source import local_checkpoint
+
+    source = recipe.model.weights
+    if source is None:
         return recipe
-    folder = str(local_weights(recipe.model.weights))
-    return dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, weights=folder))
+    try:
+        folder = str(local_checkpoint(source, recipe.data.cache.dir))
+    except FileNotFoundError as error:
+        raise RecipeError([f"model.weights: {error}"]) from error
+    local = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, weights=folder))
+    # What `check` could not see while the files lay elsewhere.
+    if is_remote(source) and (problems := model_problems(local)):
+        raise RecipeError(problems)
+    return local
 
 
-def build_dataset(recipe: Recipe) -> "Dataset":
-    """Open the dataset where it lies; builds its index when there is none yet."""
-    import knonik
+def build_processor(recipe: Recipe, datasets: "list[Dataset]") -> "Processor":
+    """Processor with the datasets' own statistics.
 
-    return knonik.open(
-        recipe.data.uri,
-        cache_dir=recipe.data.cache.dir,
-        episodes=list(recipe.data.episodes) if recipe.data.episodes is not None else None,
-        ranges=recipe.data.ranges,
-        match=recipe.data.match,
+    Args:
+        recipe: with its weights named by their folder.
+        datasets: what is trained on of each part.
+    """
+    (part,), (dataset,) = parts(recipe), datasets
+    return _part_processor(recipe, part, dataset, batch_cameras(recipe, datasets), tokenizer(recipe, datasets))
+
+
+def tokenizer(recipe: Recipe, datasets: "list[Dataset]") -> Any:
+    """For `tokenizer: words` the vocabulary of the datasets' own texts; None leaves it to the processor."""
+    from models.gr00t_n17.inputs.processor import ProcessorConfig
+    from models.gr00t_n17.inputs.text import WordTokenizer
+
+    processor_config = ProcessorConfig(**recipe.model.processor)
+    if processor_config.tokenizer != "words":
+        return None
+    return WordTokenizer.from_texts(
+        [text for dataset in datasets for text in dataset.tasks.values()],
+        backbone=model_config(recipe).backbone,
+        formalize_language=processor_config.formalize_language,
     )
 
 
-def training_part(recipe: Recipe, dataset: "Dataset") -> "Dataset":
-    """The dataset without the episodes that `data.validation` keeps out; a view that ends with the dataset."""
-    return dataset.split(recipe.data.validation, SPLIT_SEED)[0] if recipe.data.validation else dataset
-
-
-def cameras(recipe: Recipe, dataset: "Dataset") -> tuple[str, ...]:
-    """The cameras the policy sees, in the recipe's order, or all of the dataset."""
-    return recipe.data.cameras or tuple(dataset.cameras)
-
-
-def build_processor(recipe: Recipe, dataset: "Dataset") -> "Processor":
-    """Processor with the dataset's own statistics and, for `tokenizer: words`, its own vocabulary."""
+def _part_processor(
+    recipe: Recipe, part: PartConfig, dataset: "Dataset", cameras: tuple[str, ...], tokenizer: Any
+) -> "Processor":
     from models.gr00t_n17.inputs.processor import Processor, ProcessorConfig
-    from models.gr00t_n17.inputs.text import WordTokenizer
 
-    config = model_config(recipe)
-    processor_config = ProcessorConfig(**recipe.model.processor)
-    tokenizer = None
-    if processor_config.tokenizer == "words":
-        tokenizer = WordTokenizer.from_texts(
-            dataset.tasks.values(),
-            backbone=config.backbone,
-            formalize_language=processor_config.formalize_language,
-        )
     return Processor(
-        config,
-        processor_config,
-        cameras=cameras(recipe, dataset),
-        statistics={key: dataset.statistics(key) for key in (*recipe.data.state, *recipe.data.action)},
-        state_keys=recipe.data.state,
-        action_keys=recipe.data.action,
-        horizon=recipe.data.horizon,
-        embodiment_id=recipe.model.embodiment_id,
+        model_config(recipe),
+        ProcessorConfig(**recipe.model.processor),
+        cameras=cameras,
+        statistics={name: dataset.statistics(name) for name in (*part.state, *part.action)},
+        state_keys=part.state,
+        action_keys=part.action,
+        horizon=part.horizon or recipe.data.horizon,
+        embodiment_id=slot(recipe, part),
         tokenizer=tokenizer,
         seed=recipe.seed,
     )
@@ -151,19 +159,22 @@ def build_module(recipe: Recipe, network: "GR00TN17") -> "GR00TN17Module":
     )
 
 
-def build_datamodule(recipe: Recipe, dataset: "Dataset", processor: "Processor", batch_size: int) -> "DataModule":
+def build_datamodule(
+    recipe: Recipe, datasets: "list[Dataset]", processor: "Processor", batch_size: int
+) -> "DataModule":
     """The data module: decodes and prepares in its own threads, finishes the images on the device."""
     import knonik
 
+    action = batch_columns(recipe, "action")
     return knonik.DataModule(
-        dataset,
+        source(recipe, datasets),
         batch_size=batch_size,
         seed=recipe.seed,
-        windows={key: range(recipe.data.horizon) for key in recipe.data.action},
+        windows={name: range(horizon_of(recipe)) for name in action},
         edge=recipe.data.edge,
-        cameras=cameras(recipe, dataset),
-        state=recipe.data.state,
-        action=recipe.data.action,
+        cameras=batch_cameras(recipe, datasets),
+        state=batch_columns(recipe, "state"),
+        action=action,
         decode_threads=recipe.data.decode_threads,
         **loader_options(recipe, processor),
         transform=processor.prepare,

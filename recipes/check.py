@@ -4,7 +4,6 @@ Nothing here touches a process group or a device. A dataset is opened, which rea
 index yet, the headers of its videos.
 """
 
-import dataclasses
 import math
 import os
 import re
@@ -12,8 +11,10 @@ from pathlib import Path
 
 from recipes.check_data import data_problems
 from recipes.check_dataset import dataset_problems
+from recipes.check_model import model_problems
+from recipes.check_validation import validation_problems
 from recipes.load import RecipeError, examine, find
-from recipes.parse import misfits, nearest
+from recipes.parse import nearest
 from recipes.ranks import ranks_per_node, world_size
 from recipes.run_folder import RunFolder
 from recipes.schema import Recipe
@@ -55,10 +56,13 @@ def check(recipe: Recipe, *, world_size: int, told: list[str] | None = None) -> 
         world_size: ranks the run will have.
         told: problems already reported; a key named there is not reported again.
     """
-    problems = [*_values(recipe), *_batch(recipe, world_size), *_model(recipe), *_run_folder(recipe)]
+    problems = [*_values(recipe), *_batch(recipe, world_size), *model_problems(recipe), *_run_folder(recipe)]
     problems += data_problems(recipe)
+    problems += validation_problems(recipe)
     problems += dataset_problems(recipe)
     reported = {line.split(":", 1)[0] for line in told or []}
+    if any(key.startswith("data.mixture[") for key in reported):
+        reported.add("data.uri")  # a part that could not be read left no mixture at all
     return [line for line in problems if line.split(":", 1)[0] not in reported]
 
 
@@ -96,7 +100,7 @@ def _values(recipe: Recipe) -> list[str]:
     problems += [
         f"{key}: {value} is not positive and finite" for key, value in positive.items() if not 0 < value < math.inf
     ]
-    if recipe.data.generate is not None and recipe.data.uri.startswith("s3://"):
+    if recipe.data.generate is not None and (recipe.data.uri or "").startswith("s3://"):
         problems.append(f"data.uri: {recipe.data.uri} lies on S3; data.generate writes to a local folder only")
     if not 0 <= recipe.seed < 2**32:
         problems.append(f"seed: {recipe.seed} is not in 0 to {2**32 - 1}")
@@ -146,66 +150,6 @@ def _batch(recipe: Recipe, ranks: int) -> list[str]:
         lower, upper = total // ranks * ranks, (total // ranks + 1) * ranks
         allowed = f"{lower} or {upper}" if lower else str(upper)
         return [f"data.global_batch_size: {total} is not divisible by the {ranks} ranks; the nearest is {allowed}"]
-    return []
-
-
-def _model(recipe: Recipe) -> list[str]:
-    from models.gr00t_n17.config import GR00TN17Config
-    from recipes.build import model_config  # reads names only: the model's config class needs no torch
-
-    problems = [*_idle_keys(recipe), *_weights(recipe), *_processor(recipe)]
-    wrong = misfits(GR00TN17Config, recipe.model.config, "model.config")
-    if wrong:
-        return [*problems, *wrong]
-    try:
-        config = model_config(recipe)
-    except (TypeError, ValueError) as error:
-        return [*problems, *(f"model.config: {line}" for line in str(error).splitlines())]
-    if recipe.data.horizon > config.action_horizon:
-        problems.append(
-            f"data.horizon: {recipe.data.horizon} is more than the model's action_horizon = {config.action_horizon}"
-        )
-    if not 0 <= recipe.model.embodiment_id < config.max_num_embodiments:
-        problems.append(
-            f"model.embodiment_id: {recipe.model.embodiment_id} is not a slot; "
-            f"allowed: 0 to {config.max_num_embodiments - 1}"
-        )
-    return problems
-
-
-def _idle_keys(recipe: Recipe) -> list[str]:
-    """Fields of a checkpoint's config that change nothing here; the processor has some under the same name."""
-    from models.gr00t_n17.config import KEPT_ONLY
-    from models.gr00t_n17.inputs.processor import ProcessorConfig
-
-    own = {field.name for field in dataclasses.fields(ProcessorConfig)}
-    return [
-        f"model.config.{key}: has no effect" + (f"; give model.processor.{key}" if key in own else "")
-        for key in recipe.model.config
-        if key in KEPT_ONLY
-    ]
-
-
-def _weights(recipe: Recipe) -> list[str]:
-    """Paths that do not exist; whether a hub id does is known when it is fetched."""
-    given = {"weights": recipe.model.weights, "backbone_weights": recipe.model.backbone_weights}
-    return [
-        f"model.{key}: {path!r} does not exist"
-        for key, path in given.items()
-        if path is not None and (path.startswith((".", "/", "~")) or path.count("/") != 1) and not Path(path).exists()
-    ]
-
-
-def _processor(recipe: Recipe) -> list[str]:
-    from models.gr00t_n17.inputs.processor import ProcessorConfig
-
-    problems = misfits(ProcessorConfig, recipe.model.processor, "model.processor")
-    if problems:
-        return problems
-    try:
-        ProcessorConfig(**recipe.model.processor)
-    except (TypeError, ValueError) as error:
-        return [f"model.processor: {error}"]
     return []
 
 

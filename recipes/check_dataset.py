@@ -1,52 +1,71 @@
-"""What only shows beside the dataset: cameras, features, widths, episodes and chunk length that it must have."""
+"""What only shows beside the datasets: cameras, features, widths, episodes and chunk length that they must have."""
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from recipes.check_data import size
+from recipes.check_groups import group_problems
 from recipes.parse import nearest
+from recipes.parts import key, parts
 from recipes.schema import Recipe
+from recipes.schema_data import PartConfig
+from recipes.sources import held_out_part, span, training_part
 
 _NO_NUMBERS = ("video", "image", "string")
 
 
 def dataset_problems(recipe: Recipe) -> list[str]:
-    """Problems of the `data` section with the dataset it names, which is opened, but decodes nothing."""
-    problems = _lists(recipe)
-    if not recipe.data.uri:
-        return problems  # reported as missing already
+    """Problems of the `data` section with the datasets it names, which are opened, but nothing is decoded."""
     from recipes.stages import dataset_to_come
 
     if dataset_to_come(recipe):
-        return problems
+        return []
+    problems, frame_bytes = [], 0
+    for number, part in enumerate(parts(recipe)):
+        if part.uri:  # else reported as missing already
+            found, needed = _part(recipe, number, part)
+            problems += found
+            frame_bytes += needed
+    return problems + ([] if problems else _decoded(recipe, frame_bytes))
+
+
+def _part(recipe: Recipe, number: int, part: PartConfig) -> tuple[list[str], int]:
+    """Problems of one dataset, and the bytes of its frames after the model's first resize."""
     import knonik
     from knonik.cache import CacheFolderError
 
     try:
-        dataset = knonik.open(recipe.data.uri, cache_dir=recipe.data.cache.dir, match=recipe.data.match)
+        dataset = knonik.open(part.uri, cache_dir=recipe.data.cache.dir, match=recipe.data.match)
     except CacheFolderError as error:
-        return [*problems, f"data.cache.dir: {error}"]
+        return [f"data.cache.dir: {error}"], 0
     except (OSError, ValueError) as error:
-        return [*problems, f"data.uri: {error}"]
+        return [f"{key(recipe, number, 'uri')}: {error}"], 0
     with dataset:
-        problems += [
-            f"data.cameras: {camera!r} holds depth maps, which no model takes; leave it out"
-            if camera in dataset.depth_cameras
-            else f"data.cameras: {camera!r} is no camera of {recipe.data.uri}{nearest(camera, dataset.cameras)}"
-            for camera in recipe.data.cameras or ()
-            if camera not in dataset.cameras
-        ]
-        if not dataset.cameras:
-            problems.append(f"data.uri: {recipe.data.uri} has no camera; a policy needs at least one video feature")
+        problems = _cameras(recipe, number, part, dataset)
         problems += _disk(recipe, dataset.store.is_local)
-        problems += _episodes(recipe, dataset) or _anchors(recipe, dataset)
-        for section, keys, limit in (
-            ("state", recipe.data.state, "max_state_dim"),
-            ("action", recipe.data.action, "max_action_dim"),
-        ):
-            problems += _width(recipe, dataset.features, section, keys, limit)
+        rows, training = _episodes(recipe, number, part, dataset)
+        problems += rows
+        widths: list[str] = []
+        for section in ("state", "action"):
+            widths += _width(recipe, number, section, getattr(part, section), dataset.features)
+        problems += widths or group_problems(recipe, number, part, dataset)
+        return problems, 0 if problems or training is None else _frame_bytes(recipe, part, training)
+
+
+def _cameras(recipe: Recipe, number: int, part: PartConfig, dataset: Any) -> list[str]:
+    where = key(recipe, number, "cameras")
+    problems = [
+        f"{where}: {camera!r} holds depth maps, which no model takes; leave it out"
+        if camera in dataset.depth_cameras
+        else f"{where}: {camera!r} is no camera of {part.uri}{nearest(camera, dataset.cameras)}"
+        for camera in (part.cameras or {}).values()
+        if camera not in dataset.cameras
+    ]
+    if not dataset.cameras:
+        problems.append(
+            f"{key(recipe, number, 'uri')}: {part.uri} has no camera; a policy needs at least one video feature"
+        )
     return problems
 
 
@@ -63,120 +82,121 @@ def _disk(recipe: Recipe, is_local: bool) -> list[str]:
     return [f"data.cache.disk: {recipe.data.cache.disk} is too small; give at least {least}, or 0 to keep none"]
 
 
-def _lists(recipe: Recipe) -> list[str]:
-    """Lists that are empty or name something twice."""
-    lists: dict[str, tuple[Any, ...] | None] = {
-        "cameras": recipe.data.cameras,
-        "episodes": recipe.data.episodes,
-        "state": recipe.data.state,
-        "action": recipe.data.action,
-    }
-    problems = []
-    for key, values in lists.items():
-        if values is not None and not values:
-            hint = "; null means all" if key in ("cameras", "episodes") else ""
-            problems.append(f"data.{key}: the list is empty; name at least one{hint}")
-        twice = sorted({value for value in values or () if (values or ()).count(value) > 1})
-        if twice:
-            problems.append(f"data.{key}: {twice[0]!r} stands there twice")
-    return problems
-
-
-def _episodes(recipe: Recipe, dataset: Any) -> list[str]:
+def _episodes(recipe: Recipe, number: int, part: PartConfig, dataset: Any) -> tuple[list[str], Any]:
+    """Episodes, frame ranges and the held-out share; and the dataset that is left to train on, where there is one."""
     length = dict(zip(dataset.episodes.ids.tolist(), dataset.episodes.length.tolist(), strict=True))
-    absent = [episode for episode in recipe.data.episodes or () if episode not in length]
+    absent = [episode for episode in part.episodes or () if episode not in length]
     if absent:
-        return [f"data.episodes: {absent} are not in {recipe.data.uri}, which has {len(length)} episodes"]
-    longest = max(length[episode] for episode in recipe.data.episodes or length)
-    if recipe.data.edge == "inside" and longest < recipe.data.horizon:
+        where = key(recipe, number, "episodes")
+        return [f"{where}: {absent} are not in {part.uri}, which has {len(length)} episodes"], None
+    longest = max(length[episode] for episode in part.episodes or length)
+    if recipe.data.edge == "inside" and longest < span(recipe, dataset):
         return [
-            f"data.horizon: a chunk of {recipe.data.horizon} steps fits into no episode, the longest has {longest} "
-            f"rows; give at most {longest}, or data.edge=repeat"
-        ]
-    return []
+            f"{key(recipe, number, 'horizon')}: a chunk of {span(recipe, dataset)} steps fits into no episode, the "
+            f"longest has {longest} rows; give at most {longest}, or data.edge=repeat"
+        ], None
+    return _anchors(recipe, number, part, dataset)
 
 
-def _anchors(recipe: Recipe, dataset: Any) -> list[str]:
-    """Frame ranges, the held-out share, and whether what is left fits the bound of the decoded frames."""
-    from recipes.build import training_part
-
-    if recipe.data.episodes is not None:
-        dataset = dataset.subset(list(recipe.data.episodes))
-    if recipe.data.ranges is not None and Path(recipe.data.ranges).is_file():
+def _anchors(recipe: Recipe, number: int, part: PartConfig, dataset: Any) -> tuple[list[str], Any]:
+    if part.episodes is not None:
+        dataset = dataset.subset(list(part.episodes))
+    if part.ranges is not None:
         try:
-            dataset = dataset.subset(ranges=recipe.data.ranges)
+            dataset = dataset.subset(ranges=part.ranges)
+        except OSError:
+            return [], None  # reported already
         except (ValueError, KeyError) as error:
-            return [f"data.ranges: {error.args[0]}"]
+            return [f"{key(recipe, number, 'ranges')}: {error.args[0]}"], None
     if not 0 <= recipe.data.validation < 1:
-        return []
+        return [], None
     try:
-        dataset = training_part(recipe, dataset)
+        dataset, held_out = training_part(recipe, dataset), held_out_part(recipe, dataset)
     except ValueError as error:
-        return [f"data.validation: {error}"]
+        return [f"data.validation: {error}"], None
+    except KeyError as error:
+        return [f"data.validation_episodes: {error.args[0]}"], None
+    if not len(dataset.episodes):
+        return [f"data.validation_episodes: they are all episodes of {part.uri}, none is left to train on"], None
     try:
         # The column that `open` has read by now: whether the data files of these episodes can be read at all.
         dataset.columns(["timestamp"] if "timestamp" in dataset.features else [])
     except (OSError, ValueError) as error:
-        return [f"data.uri: {error}; leave its episodes out with data.episodes, `knonik check` names all of them"]
-    try:
-        dataset.anchors(recipe.data.horizon if recipe.data.edge == "inside" else 1)
-    except ValueError as error:
-        return [f"data.ranges: {error}; give other ranges, episodes or data.horizon"]
-    return _decoded(recipe, dataset)
+        return [
+            f"{key(recipe, number, 'uri')}: {error}; leave its episodes out with {key(recipe, number, 'episodes')}, "
+            "`knonik check` names all of them"
+        ], None
+    for view, where, change in (
+        (dataset, key(recipe, number, "ranges"), "give other ranges, episodes or data.horizon"),
+        (held_out if recipe.validation is not None else None, "data.validation", "hold out other episodes"),
+    ):
+        try:
+            if view is not None:
+                view.anchors(span(recipe, view))
+        except ValueError as error:
+            return [f"{where}: {error}; {change}"], None
+    return [], dataset
 
 
-def _decoded(recipe: Recipe, dataset: Any) -> list[str]:
+def _frame_bytes(recipe: Recipe, part: PartConfig, dataset: Any) -> int:
     from models.gr00t_n17.inputs.images import FirstResize
     from models.gr00t_n17.inputs.processor import ProcessorConfig
 
     try:
-        limit = size(recipe, "decoded")
         edge = ProcessorConfig(**recipe.model.processor).shortest_image_edge
     except (TypeError, ValueError):
+        return 0  # reported where it belongs
+    total = 0
+    for camera in dataset.cameras if part.cameras is None else part.cameras.values():
+        frame = dataset.image_shape(camera)
+        total += len(dataset) * 3 * math.prod(FirstResize(edge).shape(*frame) if edge else frame)
+    return total
+
+
+def _decoded(recipe: Recipe, needed: int) -> list[str]:
+    try:
+        limit = size(recipe, "decoded")
+    except ValueError:
         return []  # reported where it belongs
-    if not limit:
+    if not limit or needed <= limit:
         return []
-    needed = 0
-    for camera in recipe.data.cameras or dataset.cameras:
-        if camera in dataset.cameras:
-            frame = dataset.image_shape(camera)
-            needed += len(dataset) * 3 * math.prod(FirstResize(edge).shape(*frame) if edge else frame)
-    if needed > limit:
-        return [
-            f"data.cache.decoded: {recipe.data.cache.decoded} is too small for the frames of {len(dataset):,} rows; "
-            f"give at least {-(-needed // 10**6)}MB, or 0 to keep none"
-        ]
-    return []
+    return [
+        f"data.cache.decoded: {recipe.data.cache.decoded} is too small for the frames of all rows; "
+        f"give at least {-(-needed // 10**6)}MB, or 0 to keep none"
+    ]
 
 
-def _width(recipe: Recipe, features: Mapping[str, Any], section: str, keys: tuple[str, ...], limit: str) -> list[str]:
+def _width(recipe: Recipe, number: int, section: str, names: tuple[str, ...], features: Mapping[str, Any]) -> list[str]:
     from recipes.build import model_config
 
+    where = key(recipe, number, section)
     low = [name for name, feature in features.items() if feature["dtype"] not in _NO_NUMBERS]
     problems = []
     width = 0
-    for key in keys:
-        shape = features.get(key, {}).get("shape")
-        if key not in features:
-            problems.append(f"data.{section}: {key!r} is no feature of the dataset{nearest(key, low)}")
-        elif key not in low:
-            held = features[key]["dtype"]
-            problems.append(f"data.{section}: {key!r} holds {held}, not numbers; those are {', '.join(low)}")
+    for name in names:
+        shape = features.get(name, {}).get("shape")
+        if name not in features:
+            problems.append(f"{where}: {name!r} is no feature of the dataset{nearest(name, low)}")
+        elif name not in low:
+            held = features[name]["dtype"]
+            problems.append(f"{where}: {name!r} holds {held}, not numbers; those are {', '.join(low)}")
         elif not isinstance(shape, list) or not all(isinstance(size, int) and size > 0 for size in shape):
             problems.append(
-                f"data.uri: meta/info.json: shape of {key} is {shape!r}; it must be a list of whole numbers"
+                f"{key(recipe, number, 'uri')}: meta/info.json: shape of {name} is {shape!r}; it must be a list of "
+                "whole numbers"
             )
         else:
             width += math.prod(shape)
     if problems:
         return problems
+    limit = f"max_{section}_dim"
     try:
         allowed = getattr(model_config(recipe), limit)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OSError):
         return []  # reported with the model
     if isinstance(allowed, int) and width > allowed:
         return [
-            f"data.{section}: {width} values a step are more than the model's {limit} = {allowed}; "
+            f"{where}: {width} values a step are more than the model's {limit} = {allowed}; "
             f"name fewer, or set model.config.{limit}, which released weights do not allow"
         ]
     return []

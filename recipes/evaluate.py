@@ -4,17 +4,11 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipes.build import (
-    build_dataset,
-    build_network,
-    build_processor,
-    load_trained,
-    training_part,
-    with_local_weights,
-)
+from recipes.build import build_network, build_processor, load_trained, with_local_weights
 from recipes.load import from_dict
 from recipes.run_folder import RunFolder
 from recipes.schema import Recipe
+from recipes.sources import open_all, training_part
 
 if TYPE_CHECKING:
     from models.gr00t_n17.inputs.processor import Processor
@@ -95,11 +89,12 @@ def evaluate_run(run: Path) -> dict[str, Any]:
     if recipe.evaluation is None:
         raise ValueError(f"{run}: its recipe has no `evaluation` section, so there is no world to act in")
     recipe = with_local_weights(recipe)
-    dataset = build_dataset(recipe)
-    processor = build_processor(recipe, training_part(recipe, dataset))
+    datasets = open_all(recipe)
+    processor = build_processor(recipe, [training_part(recipe, dataset) for dataset in datasets])
     network = build_network(recipe)
     load_trained(network, checkpoint[0])
     result = {"step": checkpoint[1], **closed_loop(recipe, network, processor)}
     result |= swapped(closed_loop(recipe, network, processor, swap_instruction=True))
-    dataset.close()
+    for dataset in datasets:
+        dataset.close()
     return result

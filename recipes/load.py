@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from recipes.parse import known, nearest, parse
+from recipes.parse import known, nearest, optional, parse
 from recipes.schema import Recipe
 
 RECIPES = Path(__file__).parent
@@ -83,7 +83,7 @@ def from_dict(values: dict[str, Any]) -> Recipe:
 def merged(name: str, overrides: list[str], problems: list[str]) -> dict[str, Any]:
     """Plain nested dictionary of a recipe after bases, overrides and interpolation, not yet checked for types.
 
-    Values marked `???` that nobody gave are put into `problems` and stand as an empty string.
+    Values marked `???` that nobody gave are put into `problems` and stand as null or an empty string.
     """
     tree: Any = _with_bases(find(name), ())
     whens = tree.pop("when", {})
@@ -98,7 +98,7 @@ def merged(name: str, overrides: list[str], problems: list[str]) -> dict[str, An
         tree = OmegaConf.merge(tree, given)
         for key in sorted(OmegaConf.missing_keys(tree)):
             problems.append(f"{key}: required, give it as {key}=...")
-            OmegaConf.update(tree, key, "")
+            OmegaConf.update(tree, key, None if optional(Recipe, key) else "")
         values = OmegaConf.to_container(tree, resolve=True)
     except (OmegaConfBaseException, TypeError) as error:  # TypeError: a list where a section stands, or the reverse
         raise RecipeError([f"cannot merge the recipe: {_merge_error(error)}"]) from error

@@ -89,7 +89,18 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
+def optional(cls: type, dotted: str) -> bool:
+    """Whether the field that a dotted key of sections leads to may be null."""
+    kind: Any = cls
+    for name in dotted.split("."):
+        kind = next((o for o in get_args(kind) if dataclasses.is_dataclass(o)), kind)
+        kind = typing.get_type_hints(kind)[name]
+    return type(None) in get_args(kind)
+
+
 def _convert(kind: Any, value: Any, problems: list[str], path: str) -> Any:
+    if kind is Any:
+        return value
     origin = get_origin(kind)
     if origin in (Union, types.UnionType):
         options = [option for option in get_args(kind) if option is not type(None)]
@@ -110,7 +121,9 @@ def _convert(kind: Any, value: Any, problems: list[str], path: str) -> Any:
     if origin in (dict, Mapping):
         if not isinstance(value, dict):
             problems.append(f"{path}: expected a section of keys, got {value!r}")
-        return value
+            return value
+        held = get_args(kind)[-1]
+        return {name: _convert(held, item, problems, _join(path, str(name))) for name, item in value.items()}
     return _convert_scalar(kind, value, problems, path)
 
 

@@ -17,7 +17,7 @@ BACKBONE_FILE = "backbone.safetensors"
 
 def dataset_to_come(recipe: Recipe) -> bool:
     """Whether the dataset does not exist yet and the recipe says how to make it."""
-    return recipe.data.generate is not None and not Path(recipe.data.uri).exists()
+    return recipe.data.generate is not None and recipe.data.uri is not None and not Path(recipe.data.uri).exists()
 
 
 def first_stage(recipe: Recipe) -> Recipe | None:
@@ -36,7 +36,7 @@ def first_stage(recipe: Recipe) -> Recipe | None:
             horizon=recipe.data.horizon,
             cache=recipe.data.cache,
         ),
-        model=dataclasses.replace(recipe.model, flow_draws=1),
+        model=dataclasses.replace(recipe.model, flow_draws=1, precision="stock", lora=None, feature_cache=0),
     )
 
 
@@ -55,6 +55,7 @@ def make_dataset(recipe: Recipe) -> None:
     """Generate the demonstrations when they do not exist; an existing dataset is left as it is."""
     if recipe.data.generate is None:
         return
+    assert recipe.data.uri is not None, "`check` has seen to it"
     where = Path(recipe.data.uri)
     if where.exists():
         logger.info("demonstrations: using %s", where)
@@ -106,20 +107,13 @@ def train_grounding(recipe: Recipe, started_at: float) -> dict[str, Any]:
     """
     from callbacks.step_clock import StepClock
     from models.gr00t_n17.checkpoint.weights import save_weights
-    from recipes.build import (
-        build_dataset,
-        build_network,
-        build_processor,
-        cameras,
-        optimizer,
-        schedule,
-        training_part,
-    )
+    from recipes.build import build_network, build_processor, optimizer, schedule
     from recipes.run import Run
+    from recipes.sources import batch_cameras, open_all, training_part
     from recipes.tabletop.grounding import GroundingSettings, build_grounding
 
-    dataset = build_dataset(recipe)
-    processor = build_processor(recipe, training_part(recipe, dataset))
+    (dataset,) = datasets = open_all(recipe)
+    processor = build_processor(recipe, [training_part(recipe, dataset)])
     network = build_network(recipe)
     assert recipe.data.batch_size is not None, "`check` has seen to it"
     settings = GroundingSettings(
@@ -129,7 +123,7 @@ def train_grounding(recipe: Recipe, started_at: float) -> dict[str, Any]:
         schedule=schedule(recipe),
     )
     module, loader = build_grounding(
-        network, processor, settings, cameras=cameras(recipe, dataset), horizon=recipe.data.horizon
+        network, processor, settings, cameras=batch_cameras(recipe, datasets), horizon=recipe.data.horizon
     )
     folder = RunFolder(recipe.run.dir)
     folder.create(recipe)

@@ -4,6 +4,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,21 +12,14 @@ from callbacks.run_record import write_atomically
 from callbacks.step_clock import StepClock
 from models.gr00t_n17.checkpoint.weights import weights_digest
 from models.gr00t_n17.parallelize import tuned_parameters
-from recipes.build import (
-    build_datamodule,
-    build_dataset,
-    build_module,
-    build_network,
-    build_processor,
-    training_part,
-    with_local_weights,
-)
+from recipes.build import build_datamodule, build_module, build_network, build_processor, with_local_weights
 from recipes.check import batch_size_per_rank
 from recipes.evaluate import closed_loop, swapped
 from recipes.ranks import is_first, world_size
 from recipes.run import Run, set_torch_threads
 from recipes.run_folder import RunFolder
 from recipes.schema import Recipe
+from recipes.sources import num_anchors, open_all, source, training_part
 from recipes.stages import make_dataset, to_do, train_grounding, with_first_stage
 
 if TYPE_CHECKING:
@@ -59,16 +53,20 @@ def train(recipe: Recipe, started_at: float) -> tuple[dict[str, Any] | None, int
     started = with_local_weights(with_first_stage(recipe, started_at))
     if missing:
         started_at = time.perf_counter()  # the stages before are not this run's start-up
-    with build_dataset(recipe) as whole:
+    with ExitStack() as stack:
+        whole = open_all(recipe)
+        for dataset in whole:
+            stack.callback(dataset.close)
         return _train_policy(started, recipe, folder, whole, started_at)
 
 
 def _train_policy(
-    started: Recipe, recipe: Recipe, folder: RunFolder, whole: "Dataset", started_at: float
+    started: Recipe, recipe: Recipe, folder: RunFolder, whole: "list[Dataset]", started_at: float
 ) -> tuple[dict[str, Any] | None, int]:
-    """Train on an opened dataset; `started` is the recipe with the weights it starts from named by their files."""
-    dataset = training_part(recipe, whole)
-    processor = build_processor(started, dataset)
+    """Train on opened datasets; `started` is the recipe with the weights it starts from named by their files."""
+    datasets = [training_part(recipe, dataset) for dataset in whole]
+    fingerprint = source(recipe, datasets).fingerprint
+    processor = build_processor(started, datasets)
     network = build_network(started)
     untrained: dict[str, Any] = {}
     if is_first():
@@ -80,13 +78,16 @@ def _train_policy(
                 folder.path / UNTRAINED_FILE,
                 lambda: {"success_rate_untrained": closed_loop(recipe, network, processor)["success_rate"]},
             )
-    anchors = len(dataset.anchors(recipe.data.horizon if _inside(recipe) else 1))
-    data = build_datamodule(recipe, dataset, processor, batch_size_per_rank(recipe, world_size()))
+    data = build_datamodule(recipe, datasets, processor, batch_size_per_rank(recipe, world_size()))
+    anchors = num_anchors(recipe, datasets)
     run = Run(recipe, folder, StepClock(started_at), samples_per_epoch=anchors, gauges=data.gauges)
     if is_first():
-        held_out = sorted(set(whole.episodes.ids.tolist()) - set(dataset.episodes.ids.tolist()))
-        facts = {"fingerprint": dataset.fingerprint, "world_size": world_size(), "episodes_held_out": held_out}
-        run.record.write_environment(facts)
+        held_out = [
+            sorted(set(all_of.episodes.ids.tolist()) - set(dataset.episodes.ids.tolist()))
+            for all_of, dataset in zip(whole, datasets, strict=True)
+        ]
+        ids = held_out[0] if recipe.data.mixture is None else held_out
+        run.record.write_environment({"fingerprint": fingerprint, "world_size": world_size(), "episodes_held_out": ids})
     run.fit(build_module(recipe, network), datamodule=data)
     if run.stopped_by is not None:
         return None, 128 + run.stopped_by
@@ -95,7 +96,7 @@ def _train_policy(
         return None, 0
     summary = {
         "steps": run.trainer.global_step,
-        "fingerprint": dataset.fingerprint,
+        "fingerprint": fingerprint,
         "weights_digest": weights_digest(tuned_parameters(network)),
         **run.figures(),
         "loader_stages": data.stages(),
@@ -108,10 +109,6 @@ def _train_policy(
         summary |= swapped(closed_loop(recipe, network, processor, swap_instruction=True))
     run.record.write_summary(summary)
     return summary, 0
-
-
-def _inside(recipe: Recipe) -> bool:
-    return recipe.data.edge == "inside"
 
 
 def _once(path: Path, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.build import build_dataset, build_processor, loader_options, training_part
+from recipes.build import build_processor, loader_options
 from recipes.check import checked
 from recipes.schema import Recipe
+from recipes.sources import open_all, training_part
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +42,9 @@ def seen(recipe: Recipe, batches: int = 3) -> list[dict[str, torch.Tensor]]:
     """The network's inputs of the first batches, as the data module makes them."""
     import knonik
 
-    with build_dataset(recipe) as whole:
+    with open_all(recipe)[0] as whole:
         data = training_part(recipe, whole)
-        processor = build_processor(recipe, data)
+        processor = build_processor(recipe, [data])
         options = loader_options(recipe, processor)
         windows = {"action": range(recipe.data.horizon)}
         with knonik.Loader(
@@ -82,10 +83,10 @@ def test_held_out_episodes_and_frames_are_not_trained(dataset: Path, tmp_path: P
     ranges = tmp_path / "ranges.json"
     ranges.write_text(json.dumps({"1": [[2, 4]], "4": [[0, 1]]}))
     chosen = recipe(dataset, tmp_path, f"data.ranges={ranges}")
-    with build_dataset(chosen) as data:
+    with open_all(chosen)[0] as data:
         assert len(data.anchors(8)) == 3
     chosen = recipe(dataset, tmp_path, "data.validation=0.4")
-    with build_dataset(chosen) as whole:
+    with open_all(chosen)[0] as whole:
         training = training_part(chosen, whole)
         assert 0 < len(training.episodes) < 6
         assert training.episodes.ids.tolist() == whole.split(0.4, 0)[0].episodes.ids.tolist()

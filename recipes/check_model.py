@@ -1,0 +1,146 @@
+"""What in the `model` section does not fit: architecture, weights, processor, embodiments, precision, adapters."""
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from recipes.check_data import parsed_size
+from recipes.parse import misfits
+from recipes.parts import key, parts, slot
+from recipes.schema import Recipe
+
+if TYPE_CHECKING:
+    from models.gr00t_n17.config import GR00TN17Config
+
+
+def model_problems(recipe: Recipe) -> list[str]:
+    """Problems of the `model` section, by itself and beside a checkpoint that lies on this machine."""
+    from models.gr00t_n17.config import GR00TN17Config
+    from recipes.build import model_config
+
+    problems = [*_idle_keys(recipe), *_weights(recipe), *_processor(recipe)]
+    wrong = misfits(GR00TN17Config, recipe.model.config, "model.config")
+    if wrong:
+        return [*problems, *wrong]
+    try:
+        config = model_config(recipe)
+    except (TypeError, ValueError, OSError) as error:
+        return [*problems, *(f"model.config: {line}" for line in str(error).splitlines())]
+    return [
+        *problems,
+        *_horizon(recipe, config),
+        *_slots(recipe, config),
+        *_precision(recipe, config),
+        *_lora(recipe, config),
+        *_feature_cache(recipe, config),
+    ]
+
+
+def _idle_keys(recipe: Recipe) -> list[str]:
+    """Fields of a checkpoint's config that change nothing here; the processor has some under the same name."""
+    from models.gr00t_n17.config import KEPT_ONLY
+    from models.gr00t_n17.inputs.processor import ProcessorConfig
+
+    own = {field.name for field in dataclasses.fields(ProcessorConfig)}
+    return [
+        f"model.config.{name}: has no effect" + (f"; give model.processor.{name}" if name in own else "")
+        for name in recipe.model.config
+        if name in KEPT_ONLY
+    ]
+
+
+def _weights(recipe: Recipe) -> list[str]:
+    """Paths that do not exist; whether a hub id or an object store has something is known when it is fetched."""
+    given = {"weights": recipe.model.weights, "backbone_weights": recipe.model.backbone_weights}
+    return [
+        f"model.{name}: {path!r} does not exist"
+        for name, path in given.items()
+        if path is not None and not is_remote(path) and not Path(path).exists()
+    ]
+
+
+def is_remote(source: str) -> bool:
+    """Whether weights are named by an s3:// address or by what can be a hub id."""
+    from recipes.checkpoint_source import is_hub_id
+
+    return source.startswith("s3://") or (not Path(source).exists() and is_hub_id(source))
+
+
+def _processor(recipe: Recipe) -> list[str]:
+    from models.gr00t_n17.inputs.processor import ProcessorConfig
+
+    problems = misfits(ProcessorConfig, recipe.model.processor, "model.processor")
+    if problems:
+        return problems
+    try:
+        ProcessorConfig(**recipe.model.processor)
+    except (TypeError, ValueError) as error:
+        return [f"model.processor: {error}"]
+    return []
+
+
+def _horizon(recipe: Recipe, config: "GR00TN17Config") -> list[str]:
+    if recipe.data.horizon <= config.action_horizon:
+        return []
+    return [f"data.horizon: {recipe.data.horizon} is more than the model's action_horizon = {config.action_horizon}"]
+
+
+def _slots(recipe: Recipe, config: "GR00TN17Config") -> list[str]:
+    """Embodiments that are unknown, or whose slot the model does not have."""
+    problems = []
+    for number, part in enumerate(parts(recipe)):
+        try:
+            row = slot(recipe, part)
+        except ValueError as error:
+            problems.append(f"{key(recipe, number, 'embodiment')}: {error}")
+            continue
+        if not 0 <= row < config.max_num_embodiments:
+            problems.append(
+                f"{key(recipe, number, 'embodiment_id')}: {row} is not a slot; "
+                f"allowed: 0 to {config.max_num_embodiments - 1}"
+            )
+    return problems
+
+
+def _precision(recipe: Recipe, config: "GR00TN17Config") -> list[str]:
+    mode = recipe.model.precision
+    if mode != "stock" and recipe.precision != "bf16-mixed":
+        return [f"model.precision: {mode} computes under bfloat16 autocast; give precision=bf16-mixed, or stock"]
+    return []
+
+
+def _lora(recipe: Recipe, config: "GR00TN17Config") -> list[str]:
+    lora = recipe.model.lora
+    if lora is None:
+        return []
+    problems = []
+    if importlib.util.find_spec("peft") is None:
+        problems.append("model.lora: needs the package peft; install the extra: pip install -e '.[lora]'")
+    if not lora.targets:
+        problems.append(
+            "model.lora.targets: the list is empty; name at least one of llm, vision, dit, vl_self_attention"
+        )
+    for name in ("rank", "alpha"):
+        if not getattr(lora, name) > 0:
+            problems.append(f"model.lora.{name}: {getattr(lora, name)} is not positive")
+    if not 0 <= lora.dropout < 1:
+        problems.append(f"model.lora.dropout: {lora.dropout} is not in [0, 1)")
+    return problems
+
+
+def _feature_cache(recipe: Recipe, config: "GR00TN17Config") -> list[str]:
+    try:
+        limit = parsed_size(recipe.model.feature_cache)
+    except ValueError as error:
+        return [f"model.feature_cache: {error}"]
+    if not limit:
+        return []
+    trained = [name for name in ("tune_llm", "tune_visual", "tune_top_llm_layers") if getattr(config, name)]
+    problems = [
+        f"model.feature_cache: the backbone changes with model.config.{name}={getattr(config, name)}; give 0"
+        for name in trained
+    ]
+    if recipe.model.lora is not None and {"llm", "vision"} & set(recipe.model.lora.targets):
+        problems.append("model.feature_cache: the backbone changes with adapters on llm or vision; give 0")
+    return problems

@@ -3,7 +3,11 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from models.gr00t_n17.config import VisionConfig
+    from models.gr00t_n17.inputs.settings import ProcessorConfig
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +84,17 @@ class ImageSettings:
         return text
 
     @classmethod
+    def of(cls, settings: "ProcessorConfig", vision: "VisionConfig") -> Self:
+        """The image settings of a processor whose patches go to the given vision tower."""
+        names = (*image_options({}), "min_pixels", "max_pixels", "duplicate_frames", "random_crop")
+        return cls(
+            **{name: getattr(settings, name) for name in names},
+            patch_size=vision.patch_size,
+            merge_size=vision.spatial_merge_size,
+            temporal_patch_size=vision.temporal_patch_size,
+        )
+
+    @classmethod
     def from_processor_kwargs(
         cls,
         kwargs: Mapping[str, Any],
@@ -113,6 +128,8 @@ class ImageSettings:
 def image_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The image settings among the `processor_kwargs` of a released processor file, under the names used here.
 
+    An absent edge or fraction is the released 256 or 0.95; a null one is null, which chooses recipe B.
+
     Raises:
         ValueError: the file asks for a path that is not implemented, or says too little to choose sizes.
     """
@@ -123,8 +140,8 @@ def image_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
         )
     if kwargs.get("extra_augmentation_config"):
         raise ValueError("extra_augmentation_config needs segmentation masks, which no batch has; set it to null")
-    edge, target = kwargs.get("shortest_image_edge"), _size(kwargs, "image_target_size")
-    fraction, crop = kwargs.get("crop_fraction"), _size(kwargs, "image_crop_size")
+    edge, target = kwargs.get("shortest_image_edge", 256), _size(kwargs, "image_target_size")
+    fraction, crop = kwargs.get("crop_fraction", 0.95), _size(kwargs, "image_crop_size")
     if edge is None and target is None:
         raise ValueError("processor_config.json has neither shortest_image_edge nor image_target_size; one is needed")
     if fraction is None and (crop is None or target is None):

@@ -2,7 +2,8 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -11,92 +12,35 @@ from torch import Tensor
 from models.common import draws
 from models.common.batch import Batch
 from models.gr00t_n17.config import GR00TN17Config
-from models.gr00t_n17.inputs.images import FirstResize, ImageSettings, ImageTransform, plan_cameras
+from models.gr00t_n17.inputs import embodiments, modality_sources, processor_file, processor_sources
+from models.gr00t_n17.inputs.image_settings import ImageSettings
+from models.gr00t_n17.inputs.images import FirstResize, ImageTransform, plan_cameras
+from models.gr00t_n17.inputs.modality import Modalities
+from models.gr00t_n17.inputs.normalize import Normalizer, Numbers, Statistics
+from models.gr00t_n17.inputs.processor_sources import DatasetParts, Stored
+from models.gr00t_n17.inputs.settings import ProcessorConfig
+from models.gr00t_n17.inputs.state_action import StateAction, by_group
 from models.gr00t_n17.inputs.text import PromptBuilder, ReleasedTokenizer, Tokenizer, load_tokenizer
 
-STATISTICS = ("min", "max", "mean", "std", "q01", "q99")
+if TYPE_CHECKING:
+    from models.gr00t_n17.checkpoint.folder import CheckpointFolder
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ProcessorConfig:
-    """Choices of the input path; defaults are those of the released checkpoint's processor."""
-
-    shortest_image_edge: int | None = 256
-    crop_fraction: float | None = 0.95
-    color_jitter: tuple[float, float, float, float] | None = None
-    """Strength of brightness, contrast, saturation, hue; the stock fine-tuning script uses (0.3, 0.4, 0.5, 0.08)."""
-    min_pixels: int = 65536
-    max_pixels: int = 16777216
-    duplicate_frames: bool = True
-    """Copy each still image into all time slots of a patch. False halves `pixel_values`; the sums round differently."""
-    state_dropout_prob: float = 0.2
-    """Share of training samples whose normalised state is replaced by zeros, drawn by (seed, position)."""
-    use_percentiles: bool = True
-    clip_outliers: bool = True
-    mask_padded_steps: bool = False
-    """Leave steps behind the end of an episode out of the loss; False trains the repeated last action."""
-    formalize_language: bool = True
-    tokenizer: str = "nvidia/Cosmos-Reason2-2B"
-    """Hub id or folder of the backbone's tokenizer, or "words" for a vocabulary of the dataset's own words."""
-    prompt_length: int | None = None
-    """Pad prompts to this many tokens (static shapes); null pads to the longest prompt of each batch."""
-
-    def __post_init__(self) -> None:
-        problems = []
-        if self.shortest_image_edge is not None and self.shortest_image_edge < 1:
-            problems.append(f"shortest_image_edge={self.shortest_image_edge}: at least 1, or null for no resize")
-        if self.crop_fraction is not None and not 0 < self.crop_fraction <= 1:
-            problems.append(f"crop_fraction={self.crop_fraction}: in (0, 1], or null for no crop")
-        if self.color_jitter is not None:
-            object.__setattr__(self, "color_jitter", tuple(float(value) for value in self.color_jitter))
-            if len(self.color_jitter) != 4 or min(self.color_jitter) < 0 or self.color_jitter[3] > 0.5:
-                problems.append(
-                    f"color_jitter={self.color_jitter}: four strengths (brightness, contrast, saturation, hue) of at "
-                    "least 0, the hue at most 0.5"
-                )
-        if not 0 < self.min_pixels <= self.max_pixels:
-            problems.append(f"min_pixels={self.min_pixels}, max_pixels={self.max_pixels}: 0 < min_pixels <= max_pixels")
-        if not 0 <= self.state_dropout_prob < 1:
-            problems.append(f"state_dropout_prob={self.state_dropout_prob}: in [0, 1)")
-        if problems:
-            raise ValueError("processor settings: " + "; ".join(problems))
-
-
-class Normalizer:
-    """Linear map of [low, high] to [-1, 1] per dimension; dimensions of no extent become 0."""
-
-    def __init__(self, statistics: Mapping[str, Any], *, use_percentiles: bool, clip: bool) -> None:
-        names = ("q01", "q99") if use_percentiles else ("min", "max")
-        self.low, self.high = (np.asarray(statistics[name], dtype=np.float64).reshape(-1) for name in names)
-        self.flat = np.isclose(self.low, self.high)
-        self.clip = clip
-
-    @property
-    def dim(self) -> int:
-        """Number of dimensions."""
-        return len(self.low)
-
-    def forward(self, values: np.ndarray) -> np.ndarray:
-        """float32 [..., D] in robot units -> float32 [..., D].
-
-        The quotient is formed in float64 and rounded to float32 before it is stretched, as the reference does it.
-        """
-        extent = np.where(self.flat, 1.0, self.high - self.low)
-        share = ((values - self.low) / extent).astype(np.float32)
-        out = np.where(self.flat, np.float32(0), share * np.float32(2) - np.float32(1))
-        return np.clip(out, -1, 1) if self.clip else out
-
-    def inverse(self, values: np.ndarray) -> np.ndarray:
-        """float32 [..., D] -> float32 [..., D] in robot units; values outside [-1, 1] are clipped first."""
-        share = (np.clip(values, -1, 1) + np.float32(1)) / np.float32(2)
-        return (share * (self.high - self.low) + self.low).astype(np.float32)
+__all__ = ["DatasetParts", "Normalizer", "Processor", "ProcessorConfig"]
 
 
 class Processor:
-    """Network inputs of one embodiment with a fixed set of cameras, state and action keys.
+    """Network inputs of one embodiment with a fixed set of cameras, state and action groups.
 
-    `prepare` is the per-sample work on the CPU, `to_network` the image work on the batch's device. Several state or
-    action keys are concatenated in the order given, then padded with zeros to the network's widths.
+    `prepare` is the per-sample work on the CPU, `to_network` the image work on the batch's device. Groups are
+    concatenated in the order of the modalities, then padded with zeros to the network's widths.
+
+    Args:
+        statistics: by group (`Statistics`), or {column: {min, max, ...}} of whole columns.
+        modalities: groups and cameras; or give cameras, state_keys, action_keys and horizon, which make every column a
+            group of its own.
+        embodiment: tag of the robot; embodiment_id: its slot. One follows from the other; neither means
+            `new_embodiment`.
+        relative_statistics: {action group: numbers [horizon, D]}, beside statistics of whole columns.
     """
 
     def __init__(
@@ -104,35 +48,32 @@ class Processor:
         config: GR00TN17Config,
         processor_config: ProcessorConfig,
         *,
-        cameras: Sequence[str],
-        statistics: Mapping[str, Mapping[str, Any]],
-        state_keys: Sequence[str],
-        action_keys: Sequence[str],
-        horizon: int,
-        embodiment_id: int,
+        statistics: Statistics | Mapping[str, Mapping[str, Any]],
+        cameras: Sequence[str] = (),
+        state_keys: Sequence[str] = (),
+        action_keys: Sequence[str] = (),
+        horizon: int | None = None,
+        modalities: Modalities | None = None,
+        embodiment: str | None = None,
+        embodiment_id: int | None = None,
+        relative_statistics: Mapping[str, Numbers] | None = None,
         tokenizer: Tokenizer | None = None,
         seed: int = 0,
     ) -> None:
         self.config = config
         self.processor_config = processor_config
-        self.cameras = list(cameras)
-        self.state_keys, self.action_keys = list(state_keys), list(action_keys)
-        self.horizon, self.embodiment_id, self.seed = int(horizon), int(embodiment_id), int(seed)
-        missing = [key for key in (*self.state_keys, *self.action_keys) if key not in statistics]
-        if missing:
-            raise ValueError(f"no statistics for {missing}; given are {sorted(statistics)}")
-        self.statistics = {
-            key: {
-                name: np.asarray(statistics[key][name], dtype=np.float64)
-                for name in STATISTICS
-                if name in statistics[key]
-            }
-            for key in dict.fromkeys((*self.state_keys, *self.action_keys))
-        }
-        options = {"use_percentiles": processor_config.use_percentiles, "clip": processor_config.clip_outliers}
-        self.normalizers = {key: Normalizer(values, **options) for key, values in self.statistics.items()}
-        self.state_dim = sum(self.normalizers[key].dim for key in self.state_keys)
-        self.action_dim = sum(self.normalizers[key].dim for key in self.action_keys)
+        if modalities is None:
+            if horizon is None or isinstance(statistics, Statistics):
+                raise ValueError("a processor needs modalities, or cameras, state_keys, action_keys and horizon")
+            data = DatasetParts(cameras=cameras, state=state_keys, action=action_keys, statistics=statistics)
+            modalities = data.modalities(int(horizon))
+        self.modalities = modalities
+        if not isinstance(statistics, Statistics):
+            statistics = by_group(modalities, statistics, relative_statistics)
+        self.statistics = statistics
+        self.embodiment, self.embodiment_id = _embodiment(embodiment, embodiment_id)
+        self.seed = int(seed)
+        self.state_action = StateAction(modalities, statistics, processor_config)
         self._check()
         if tokenizer is None:
             if processor_config.tokenizer == "words":
@@ -140,28 +81,132 @@ class Processor:
             tokenizer = ReleasedTokenizer(processor_config.tokenizer)
         self.tokenizer = tokenizer
         self.prompts = PromptBuilder(tokenizer, config.backbone, formalize_language=processor_config.formalize_language)
-        vision = config.backbone.vision
-        self.image_settings = ImageSettings(
-            shortest_image_edge=processor_config.shortest_image_edge,
-            crop_fraction=processor_config.crop_fraction,
-            color_jitter=processor_config.color_jitter,
-            min_pixels=processor_config.min_pixels,
-            max_pixels=processor_config.max_pixels,
-            patch_size=vision.patch_size,
-            merge_size=vision.spatial_merge_size,
-            temporal_patch_size=vision.temporal_patch_size,
-            duplicate_frames=processor_config.duplicate_frames,
-        )
+        self.image_settings = ImageSettings.of(processor_config, config.backbone.vision)
         self.images = ImageTransform(self.image_settings, seed=self.seed)
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        folder: "CheckpointFolder | str | Path",
+        *,
+        embodiment: str,
+        settings: Mapping[str, Any] | None = None,
+        config: GR00TN17Config | None = None,
+        tokenizer: Tokenizer | None = None,
+        seed: int = 0,
+    ) -> Self:
+        """The processor of a checkpoint folder alone; its inputs come by the names of the folder's modality config.
+
+        Args:
+            embodiment: a tag the folder has a modality config and statistics for.
+            settings: what the caller says over the folder's processor_config.json.
+            config: None reads the folder's config.json.
+
+        Raises:
+            ValueError: the folder has no processor files, or they do not know the embodiment; names what there is.
+        """
+        opened = processor_sources.opened_folder(folder)
+        stored = processor_sources.known_embodiment(opened, embodiment)
+        assert stored.statistics is not None
+        assert stored.modality_config is not None
+        chosen = {**stored.settings, **(settings or {})}
+        if tokenizer is None and stored.tokenizer is not None and "tokenizer" not in (settings or {}):
+            tokenizer = load_tokenizer(stored.tokenizer)
+        return cls(
+            config or opened.config,
+            ProcessorConfig(**chosen),
+            statistics=stored.statistics,
+            modalities=modality_sources.from_checkpoint(stored.modality_config, stored.statistics),
+            embodiment=embodiment,
+            embodiment_id=embodiments.slot_of(embodiment, stored.ids),
+            tokenizer=tokenizer,
+            seed=seed,
+        )
+
+    @classmethod
+    def for_dataset(
+        cls,
+        config: GR00TN17Config,
+        settings: Mapping[str, Any],
+        data: DatasetParts,
+        *,
+        horizon: int | None,
+        embodiment: str | None = None,
+        embodiment_id: int | None = None,
+        checkpoint: "CheckpointFolder | str | Path | None" = None,
+        tokenizer: Tokenizer | None = None,
+        seed: int = 0,
+    ) -> Self:
+        """The processor for training on a dataset, with the dataset's own statistics.
+
+        Args:
+            settings: what the recipe says, over a checkpoint's processor file, over the defaults.
+            data: the dataset's columns, names and statistics, and the recipe's groups.
+            horizon: action steps; None takes the checkpoint's.
+            embodiment, embodiment_id: as for the constructor; a tag's slot is that of the checkpoint's table.
+            checkpoint: the one training starts from; without processor files it changes nothing.
+        """
+        tag, slot = _embodiment(embodiment, embodiment_id)
+        stored = Stored.read(checkpoint, tag)
+        if ignored := processor_sources.ignored(settings, stored.settings):
+            raise ValueError("processor settings: " + "; ".join(ignored))
+        if embodiment is not None and embodiment_id is None:
+            slot = embodiments.slot_of(embodiment, stored.ids)
+        processor_config = ProcessorConfig(**{**stored.settings, **data.implied, **settings})
+        modalities = data.modalities(horizon, stored.modality_config)
+        needed = modalities.relative if processor_config.use_relative_action else ()
+        return cls(
+            config,
+            processor_config,
+            statistics=by_group(
+                modalities, data.statistics, data.relative(modalities) if needed and data.relative else None
+            ),
+            modalities=modalities,
+            embodiment=tag,
+            embodiment_id=slot,
+            tokenizer=tokenizer,
+            seed=seed,
+        )
+
+    @property
+    def cameras(self) -> list[str]:
+        """Cameras of a batch in the network's order."""
+        return list(self.modalities.cameras)
+
+    @property
+    def state_keys(self) -> list[str]:
+        """Columns of `batch.state` that are read."""
+        return list(dict.fromkeys(group.column for group in self.modalities.state))
+
+    @property
+    def action_keys(self) -> list[str]:
+        """Columns of `batch.action` that are read."""
+        return list(dict.fromkeys(group.column for group in self.modalities.action))
+
+    @property
+    def horizon(self) -> int:
+        """Action steps of a chunk."""
+        return self.modalities.horizon
+
+    @property
+    def active_slots(self) -> tuple[int, ...]:
+        """Slots of the per-embodiment layers that samples of this processor use."""
+        return (self.embodiment_id,)
+
+    def by_group(self) -> Self:
+        """The same processor for observations that come by group and camera name instead of by column."""
+        values = {**self.to_dict(), "modalities": self.modalities.by_group().to_dict()}
+        return type(self).from_dict(values, tokenizer=self.tokenizer)
 
     def _check(self) -> None:
         config, problems = self.config, []
+        state_dim, action_dim = self.state_action.state_dim, self.state_action.action_dim
         if not self.cameras:
             problems.append("data.cameras is empty; the model needs at least one camera")
-        if self.state_dim > config.max_state_dim:
-            problems.append(f"the state has {self.state_dim} dimensions, max_state_dim is {config.max_state_dim}")
-        if self.action_dim > config.max_action_dim:
-            problems.append(f"the action has {self.action_dim} dimensions, max_action_dim is {config.max_action_dim}")
+        if state_dim > config.max_state_dim:
+            problems.append(f"the state has {state_dim} dimensions, max_state_dim is {config.max_state_dim}")
+        if action_dim > config.max_action_dim:
+            problems.append(f"the action has {action_dim} dimensions, max_action_dim is {config.max_action_dim}")
         if not 1 <= self.horizon <= config.action_horizon:
             problems.append(f"horizon={self.horizon} must lie in 1..action_horizon={config.action_horizon}")
         if not 0 <= self.embodiment_id < config.max_num_embodiments:
@@ -178,25 +223,43 @@ class Processor:
         missing = [camera for camera in self.cameras if camera not in batch.images]
         if missing:
             raise ValueError(f"cameras {missing} are not in the batch, which has {sorted(batch.images)}")
-        sizes = [_frame_size(batch.images[camera]) for camera in self.cameras]
-        times = batch.images[self.cameras[0]].data.shape[1]  # [B, T, ...], of frames as of planes
-        tokens = [plan.tokens for plan in plan_cameras(self.image_settings, sizes)] * times
+        tokens = image_tokens(self.image_settings, [batch.images[camera] for camera in self.cameras])
         input_ids, attention_mask = self.prompts.batch(batch.text, tokens, length=self.processor_config.prompt_length)
-        inputs = {
+        return {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
-            "state": self._state(batch),
             "embodiment_id": torch.full((len(input_ids),), self.embodiment_id, dtype=torch.int64),
             "position": batch.position.to(torch.int64),
+            **self.vectors(batch.state, batch.action, batch.action_is_pad),
         }
-        if batch.action:
-            inputs["action"], inputs["action_mask"] = self._action(batch)
-        return inputs
+
+    def vectors(
+        self, state: Mapping[str, Tensor], action: Mapping[str, Tensor], action_is_pad: Tensor
+    ) -> dict[str, Tensor]:
+        """The `state`, `action` and `action_mask` of `prepare`, the latter two only with action columns."""
+        states = {key: value.numpy() for key, value in state.items()}
+        values = self.state_action.state(states)
+        if values.shape[1] != 1:
+            raise ValueError(f"the state has {values.shape[1]} time steps, the model reads 1; use window [0] for it")
+        if self.processor_config.exclude_state:
+            values = np.zeros_like(values)
+        out = {"state": _padded(values, 1, self.config.max_state_dim)}
+        if not action:
+            return out
+        values = self.state_action.action({key: value.numpy() for key, value in action.items()}, states)
+        if values.shape[1] != self.horizon:
+            raise ValueError(f"the batch has {values.shape[1]} action steps, the processor's horizon is {self.horizon}")
+        out["action"] = _padded(values, self.config.action_horizon, self.config.max_action_dim)
+        mask = torch.zeros_like(out["action"])
+        mask[:, : self.horizon, : self.state_action.action_dim] = 1.0
+        if self.processor_config.mask_padded_steps:
+            mask[:, : self.horizon] *= (~action_is_pad).unsqueeze(-1)
+        out["action_mask"] = mask
+        return out
 
     def frame_prefix(self) -> FirstResize | None:
         """What a data layer may do to frames once and keep; None where the path begins with a random step."""
-        edge = self.image_settings.shortest_image_edge
-        return FirstResize(edge) if edge else None
+        return FirstResize.of(self.image_settings)
 
     def to_network(self, batch: Batch, augment: bool) -> dict[str, Any]:
         """The network's inputs on the batch's device: `batch.inputs` with the images of all cameras.
@@ -214,69 +277,72 @@ class Processor:
         pixel_values, grids = self.images(batch.images, self.cameras, position, augment=augment)
         return {**inputs, "pixel_values": pixel_values, "image_grid_thw": grids}
 
-    def decode_actions(self, actions: Tensor) -> dict[str, np.ndarray]:
-        """Normalised actions [B, H, Da] -> {action key: float32 [B, horizon, D]} in robot units."""
-        values = actions.detach().to("cpu", torch.float32).numpy()[:, : self.horizon]
-        out, start = {}, 0
-        for key in self.action_keys:
-            normalizer = self.normalizers[key]
-            out[key] = normalizer.inverse(values[..., start : start + normalizer.dim])
-            start += normalizer.dim
-        return out
+    def decode_actions(
+        self, actions: Tensor, state: Mapping[str, Tensor | np.ndarray] | None = None
+    ) -> dict[str, np.ndarray]:
+        """Normalised actions [B, H, Da] -> {action group: float32 [B, horizon, D]} in robot units.
 
-    def _state(self, batch: Batch) -> Tensor:
-        parts = [self._normalized(batch.state, key) for key in self.state_keys]
-        if parts and parts[0].shape[1] != 1:
-            raise ValueError(f"the state has {parts[0].shape[1]} time steps, the model reads 1; use window [0] for it")
-        return _padded(parts, len(batch.text), 1, self.config.max_state_dim)
+        Args:
+            state: raw state columns [B, T, D] or [B, D] of the observation; needed where groups are relative to it.
+        """
+        values = actions.detach().to("cpu", torch.float32).numpy()
+        columns = None if state is None else {key: _array(value) for key, value in state.items()}
+        return self.state_action.decode(values, columns)
 
-    def _action(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        parts = [self._normalized(batch.action, key) for key in self.action_keys]
-        if parts[0].shape[1] != self.horizon:
-            raise ValueError(
-                f"the batch has {parts[0].shape[1]} action steps, the processor's horizon is {self.horizon}"
-            )
-        rows, width = self.config.action_horizon, self.config.max_action_dim
-        action = _padded(parts, len(batch.text), rows, width)
-        mask = torch.zeros_like(action)
-        mask[:, : self.horizon, : self.action_dim] = 1.0
-        if self.processor_config.mask_padded_steps:
-            mask[:, : self.horizon] *= (~batch.action_is_pad).unsqueeze(-1)
-        return action, mask
+    def action_groups(self, columns: Mapping[str, Tensor | np.ndarray]) -> dict[str, np.ndarray]:
+        """Action columns [..., D] of a dataset cut into groups: what `decode_actions` is compared with."""
+        return self.state_action.groups({key: _array(value) for key, value in columns.items()})
 
-    def _normalized(self, values: Mapping[str, Tensor], key: str) -> np.ndarray:
-        if key not in values:
-            raise ValueError(f"{key!r} is not in the batch, which has {sorted(values)}; see data.state and data.action")
-        array, normalizer = values[key].numpy(), self.normalizers[key]
-        if array.shape[-1] != normalizer.dim:
-            raise ValueError(f"{key!r} has {array.shape[-1]} dimensions, its statistics have {normalizer.dim}")
-        return normalizer.forward(array)
+    def to_file(self, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Content of processor_config.json; see `processor_file.to_file`."""
+        return processor_file.to_file(self, base)
+
+    def statistics_file(self, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Content of statistics.json; see `processor_file.statistics_file`."""
+        return processor_file.statistics_file(self, base)
+
+    def embodiment_file(self, base: Mapping[str, int] | None = None) -> dict[str, int]:
+        """Content of embodiment_id.json; see `processor_file.embodiment_file`."""
+        return processor_file.embodiment_file(self, base)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values from which `from_dict` makes an equal processor."""
         return {
             "config": self.config.to_dict(),
             "processor": dataclasses.asdict(self.processor_config),
-            "cameras": self.cameras,
-            "statistics": {k: {n: v.tolist() for n, v in values.items()} for k, values in self.statistics.items()},
-            "state_keys": self.state_keys,
-            "action_keys": self.action_keys,
-            "horizon": self.horizon,
+            "modalities": self.modalities.to_dict(),
+            "statistics": self.statistics.to_dict(),
+            "embodiment": self.embodiment,
             "embodiment_id": self.embodiment_id,
             "tokenizer": self.tokenizer.to_dict(),
             "seed": self.seed,
         }
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The processor that `to_dict` described."""
+    def from_dict(cls, values: Mapping[str, Any], tokenizer: Tokenizer | None = None) -> Self:
+        """The processor that `to_dict` described, also in the form of runs whose columns had no groups.
+
+        Args:
+            tokenizer: the one described, where it is at hand.
+        """
         values = dict(values)
+        described = values.pop("tokenizer")
+        if "modalities" in values:
+            values["modalities"] = Modalities.from_dict(values["modalities"])
+            values["statistics"] = Statistics.from_dict(values["statistics"])
         return cls(
             GR00TN17Config.from_dict(values.pop("config")),
             ProcessorConfig(**values.pop("processor")),
-            tokenizer=load_tokenizer(values.pop("tokenizer")),
+            tokenizer=tokenizer or load_tokenizer(described),
             **values,
         )
+
+
+def image_tokens(settings: ImageSettings, images: Sequence[Any]) -> list[int]:
+    """Tokens of each image of a sample, time-major and then in the order of the cameras' frames [B, T, ...]."""
+    sizes = [_frame_size(frames) for frames in images]
+    times = (images[0] if isinstance(images[0], Tensor) else images[0].data).shape[1]
+    return [plan.tokens for plan in plan_cameras(settings, sizes)] * times
 
 
 def _frame_size(images: Any) -> tuple[int, int]:
@@ -286,11 +352,20 @@ def _frame_size(images: Any) -> tuple[int, int]:
     return images.height, images.width
 
 
-def _padded(parts: Sequence[np.ndarray], batch: int, rows: int, width: int) -> Tensor:
-    """Parts [B, R, D_i] side by side in the upper left corner of zeros [B, rows, width]."""
-    out = torch.zeros(batch, rows, width)
-    start = 0
-    for part in parts:
-        out[:, : part.shape[1], start : start + part.shape[2]] = torch.from_numpy(part)
-        start += part.shape[2]
+def _padded(values: np.ndarray, rows: int, width: int) -> Tensor:
+    """float32 [B, T, D] at the front of zeros [B, rows, width]."""
+    out = torch.zeros(len(values), rows, width)
+    out[:, : values.shape[1], : values.shape[2]] = torch.from_numpy(values)
     return out
+
+
+def _array(values: Tensor | np.ndarray) -> np.ndarray:
+    return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+
+
+def _embodiment(tag: str | None, slot: int | None) -> tuple[str, int]:
+    """Tag and slot, one following from the other where only one is given."""
+    if slot is None:
+        tag = tag or embodiments.NEW_EMBODIMENT
+        return tag, embodiments.slot_of(tag)
+    return tag or embodiments.tag_of(int(slot)), int(slot)

@@ -195,7 +195,11 @@ def test_processor_survives_json() -> None:
         ({"state_keys": ["arm", "head"]}, r"no statistics for \['head'\]"),
         ({"cameras": []}, "data.cameras is empty"),
         ({"tokenizer": None}, "tokenizer=words"),
-        ({"action_keys": ["move"] * 11}, "the action has 33 dimensions, max_action_dim is 32"),
+        (
+            {"statistics": {**STATISTICS, "hand": statistics(33, 1.0)}, "action_keys": ["hand"]},
+            "the action has 33 dimensions, max_action_dim is 32",
+        ),
+        ({"action_keys": ["move", "move"]}, r"columns \['move'\] are named twice"),
     ],
 )
 def test_a_processor_that_does_not_fit_is_refused(overrides: dict[str, Any], message: str) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from models.common.split_adamw import SplitAdamW
+
 # Weight decay is decided by module class and by name, as the training loop of the released model does it: every
 # LayerNorm module, and every name matching one of these. What does not match decays: the per-embodiment `.b` tensors
 # and the `norm1.linear.weight` of the adaptive norms among them.
@@ -92,22 +94,20 @@ def decay_groups(module: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, 
     return decay, no_decay
 
 
-def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters of `module` in two groups."""
+def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW | SplitAdamW:
+    """AdamW over the trainable parameters of `module` in two groups; in its split form where some are bfloat16."""
     decay, no_decay = decay_groups(module)
     if not decay and not no_decay:
         raise ValueError("nothing to train: every parameter is frozen; set one of the tune_* switches of the model")
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": list(decay.values()), "weight_decay": config.weight_decay},
         {"params": list(no_decay.values()), "weight_decay": 0.0},
     ]
-    return adamw(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        fused=config.fused,
-    )
+    groups = [group for group in groups if group["params"]]
+    options: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": config.fused}
+    if any(parameter.dtype == torch.bfloat16 for parameter in (*decay.values(), *no_decay.values())):
+        return SplitAdamW(groups, **options)
+    return adamw(groups, **options)
 
 
 def adamw(parameters: Any, **options: Any) -> torch.optim.AdamW:

@@ -115,7 +115,7 @@ class TransformerBlock(nn.Module):
 
 
 class VLSelfAttention(nn.Module):
-    """Self-attention over all backbone tokens, as in the released model with the padding of the batch among the keys."""
+    """Self-attention over all backbone tokens; as released, the padding of a batch is among the keys."""
 
     def __init__(self, config: GR00TN17Config) -> None:
         super().__init__()

@@ -104,6 +104,28 @@ def test_a_frozen_backbone_kept_whole_in_bfloat16_is_not_equal() -> None:
     assert not torch.equal(loss, other)
 
 
+def test_bf16_follows_stock_closely_from_equal_weights() -> None:
+    """Equal at the first step; later only rounding at ties of the weights and sums in bfloat16 tell them apart."""
+    stock, narrow = make_network((SLOT,), "stock"), make_network((SLOT,), "bf16")
+    losses = [
+        (float(loss), float(other))
+        for (loss, _), (other, _) in zip(training(stock, 8), training(narrow, 8), strict=True)
+    ]
+    assert losses[0][0] == losses[0][1]
+    assert all(other == pytest.approx(loss, rel=0.02) for loss, other in losses)
+    moved = max(abs(loss - losses[0][0]) for loss, _ in losses)
+    assert moved > 0.1 * losses[0][0]
+
+
+def test_lean_gradient_norm_and_clip_equal_stock_to_rounding() -> None:
+    """Zeros of the inactive slots change only the order in which the squares are summed."""
+    norms = []
+    for network in (make_network(None, "stock"), make_network((SLOT,), "lean")):
+        _, gradients = next(training(network, 1))
+        norms.append(torch.nn.utils.get_total_norm(list(gradients.values())))
+    torch.testing.assert_close(norms[0], norms[1], rtol=1e-6, atol=0)
+
+
 def test_which_weights_each_mode_keeps_in_bfloat16() -> None:
     with torch.device("meta"):
         network = GR00TN17(GR00TN17Config(), slots=[10])

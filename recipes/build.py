@@ -1,16 +1,15 @@
 """The one place that turns a recipe's values into objects: dataset, network, processor, module, data module."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipes.check_data import size
 from recipes.load import RecipeError
 from recipes.parse import nearest
-from recipes.parts import parts, slot
+from recipes.parts import checkpoint_folder, slots
+from recipes.ranks import local_rank
 from recipes.schema import Recipe
-from recipes.schema_data import PartConfig
 from recipes.sources import batch_cameras, batch_columns, horizon_of, source
 
 if TYPE_CHECKING:  # importing these takes seconds; `show` and configuration errors must not wait for them
@@ -35,8 +34,8 @@ def model_config(recipe: Recipe) -> "GR00TN17Config":
     unknown = [key for key in recipe.model.config if key not in names]
     if unknown:
         raise ValueError("\n".join(f"unknown key {key!r}{nearest(key, names)}" for key in unknown))
-    if recipe.model.weights is not None and (file := Path(recipe.model.weights) / "config.json").is_file():
-        return GR00TN17Config.from_dict({**json.loads(file.read_text()), **recipe.model.config})
+    if (folder := checkpoint_folder(recipe)) is not None:
+        return GR00TN17Config.from_dict({**folder.config_values, **recipe.model.config})
     if recipe.model.size == "tiny":
         return GR00TN17Config.tiny(**recipe.model.config)
     return GR00TN17Config(**recipe.model.config)
@@ -65,68 +64,41 @@ def with_local_weights(recipe: Recipe) -> Recipe:
     return local
 
 
-def build_processor(recipe: Recipe, datasets: "list[Dataset]") -> "Processor":
-    """Processor with the datasets' own statistics.
+def build_network(recipe: Recipe) -> "GR00TN17":
+    """The network with its starting weights: a checkpoint's, or random ones that depend on the seed alone.
 
     Args:
         recipe: with its weights named by their folder.
-        datasets: what is trained on of each part.
     """
-    (part,), (dataset,) = parts(recipe), datasets
-    return _part_processor(recipe, part, dataset, batch_cameras(recipe, datasets), tokenizer(recipe, datasets))
-
-
-def tokenizer(recipe: Recipe, datasets: "list[Dataset]") -> Any:
-    """For `tokenizer: words` the vocabulary of the datasets' own texts; None leaves it to the processor."""
-    from models.gr00t_n17.inputs.processor import ProcessorConfig
-    from models.gr00t_n17.inputs.text import WordTokenizer
-
-    processor_config = ProcessorConfig(**recipe.model.processor)
-    if processor_config.tokenizer != "words":
-        return None
-    return WordTokenizer.from_texts(
-        [text for dataset in datasets for text in dataset.tasks.values()],
-        backbone=model_config(recipe).backbone,
-        formalize_language=processor_config.formalize_language,
-    )
-
-
-def _part_processor(
-    recipe: Recipe, part: PartConfig, dataset: "Dataset", cameras: tuple[str, ...], tokenizer: Any
-) -> "Processor":
-    from models.gr00t_n17.inputs.processor import Processor, ProcessorConfig
-
-    return Processor(
-        model_config(recipe),
-        ProcessorConfig(**recipe.model.processor),
-        cameras=cameras,
-        statistics={name: dataset.statistics(name) for name in (*part.state, *part.action)},
-        state_keys=part.state,
-        action_keys=part.action,
-        horizon=part.horizon or recipe.data.horizon,
-        embodiment_id=slot(recipe, part),
-        tokenizer=tokenizer,
-        seed=recipe.seed,
-    )
-
-
-def build_network(recipe: Recipe) -> "GR00TN17":
-    """The network with its starting weights: a checkpoint's, or random ones that depend on the seed alone."""
     import torch
 
+    from models.gr00t_n17 import precision
+    from models.gr00t_n17.checkpoint.stored import StoredTensors
     from models.gr00t_n17.checkpoint.weights import load_weights
     from models.gr00t_n17.network import GR00TN17
 
+    weights, mode = recipe.model.weights, recipe.model.precision
     with torch.device("meta"):  # no time or memory for an initialisation that is overwritten below
-        network = GR00TN17(model_config(recipe))
-    network.to_empty(device="cpu")
-    if recipe.model.weights is not None:
-        load_weights(network, recipe.model.weights)
+        network = GR00TN17(model_config(recipe), slots=None if mode == "stock" else slots(recipe))
+    if weights is not None:
+        with StoredTensors(weights) as stored:
+            dtypes = precision.weight_dtypes(network, mode, stored.dtypes)
+        load_weights(network, weights, device=device(recipe), dtypes=dtypes)
     else:
+        network.to_empty(device="cpu")
         network.init_weights(recipe.seed)
+        precision.apply(network, mode, {name: value.dtype for name, value in network.named_parameters()})
     if recipe.model.backbone_weights is not None:
         load_weights(network, recipe.model.backbone_weights, prefix="backbone.")
     return network
+
+
+def device(recipe: Recipe) -> str:
+    """Where this rank's weights go as they are read: its GPU where it has one, so that the host never holds them."""
+    import torch
+
+    wanted = recipe.trainer.accelerator in ("auto", "gpu", "cuda")
+    return f"cuda:{local_rank()}" if wanted and torch.cuda.is_available() else "cpu"
 
 
 def optimizer(recipe: Recipe) -> "OptimizerConfig":

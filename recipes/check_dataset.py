@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from recipes.check_checkpoint import processor_settings
 from recipes.check_data import size
 from recipes.check_groups import group_problems
 from recipes.parse import nearest
@@ -139,13 +140,16 @@ def _anchors(recipe: Recipe, number: int, part: PartConfig, dataset: Any) -> tup
 
 
 def _frame_bytes(recipe: Recipe, part: PartConfig, dataset: Any) -> int:
-    from models.gr00t_n17.inputs.images import FirstResize
-    from models.gr00t_n17.inputs.processor import ProcessorConfig
+    from models.gr00t_n17.inputs.settings import ProcessorConfig
 
     try:
-        edge = ProcessorConfig(**recipe.model.processor).shortest_image_edge
-    except (TypeError, ValueError):
+        if not size(recipe, "decoded"):
+            return 0
+        edge = ProcessorConfig(**processor_settings(recipe, part.embodiment)).shortest_image_edge
+    except (TypeError, ValueError, OSError):
         return 0  # reported where it belongs
+    from models.gr00t_n17.inputs.images import FirstResize  # needs torch
+
     total = 0
     for camera in dataset.cameras if part.cameras is None else part.cameras.values():
         frame = dataset.image_shape(camera)

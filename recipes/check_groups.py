@@ -1,76 +1,91 @@
-"""Named groups of the state and action vectors: do the dataset's modality.json, the recipe and the columns agree?"""
+"""Named groups of the state and action vectors: do dataset, modality.json, recipe and checkpoint agree?"""
 
-import json
-from typing import Any
+import math
+from typing import TYPE_CHECKING, Any
 
+from recipes.build_processor import group_settings
 from recipes.parse import nearest
-from recipes.parts import key
+from recipes.parts import DEFAULT_EMBODIMENT, checkpoint_folder, key
 from recipes.schema import Recipe
 from recipes.schema_data import PartConfig
+from recipes.schema_model import ActionGroupConfig
 from recipes.sources import modality
+
+if TYPE_CHECKING:
+    from models.gr00t_n17.inputs.modality import Modalities
 
 
 def group_problems(recipe: Recipe, number: int, part: PartConfig, dataset: Any) -> list[str]:
-    """Problems of `modality` and the groups that a part names."""
-    where = key(recipe, number, "modality")
+    """Problems of the groups of a part, whose columns are known to be right.
+
+    What the recipe says is looked at word by word; then everything is put together as training would do it.
+    """
+    from models.gr00t_n17.inputs.processor_sources import Stored
+
+    where = key(recipe, number, "modality" if part.modality is not None else "uri")
     try:
-        content = modality(part, dataset)
-        known = _named(content, dataset)
+        own = _resolved(part, dataset, groups=None, checkpoint=None)
     except ValueError as error:
-        return [f"{where}: {error}"] if part.modality is not None else [f"{key(recipe, number, 'uri')}: {error}"]
+        return [f"{where}: {error}"]
+    if problems := _groups(key(recipe, number, "groups"), part, own):
+        return problems
+    try:
+        stored = Stored.read(checkpoint_folder(recipe), part.embodiment or DEFAULT_EMBODIMENT)
+    except (ValueError, OSError) as error:
+        return [f"model.weights: {error}"]
+    try:
+        _resolved(part, dataset, groups=group_settings(part.groups), checkpoint=stored.modality_config)
+    except ValueError as error:
+        return [f"{key(recipe, number, 'groups')}: {error}"]
+    return []
+
+
+def _resolved(part: PartConfig, dataset: Any, *, groups: Any, checkpoint: Any) -> "Modalities":
+    from models.gr00t_n17.inputs.modality_sources import resolve
+
+    def widths(columns: tuple[str, ...]) -> dict[str, int]:
+        return {column: math.prod(dataset.features[column]["shape"]) for column in columns}
+
+    return resolve(
+        cameras=tuple(dataset.cameras if part.cameras is None else part.cameras),
+        state=widths(part.state),
+        action=widths(part.action),
+        horizon=part.horizon,
+        modality=modality(part, dataset),
+        groups=groups,
+        checkpoint=checkpoint,
+    )
+
+
+def _groups(here: str, part: PartConfig, own: "Modalities") -> list[str]:
+    """Names that are no groups, and settings that would do nothing; `own` has all groups of the dataset."""
     groups = part.groups
     if groups is None:
         return []
-    here = key(recipe, number, "groups")
-    if content is None:
-        return [f"{here}: the dataset has no meta/modality.json to name its groups; give {where} as well"]
-    problems = []
-    action = groups.action or {}
-    for name in groups.state or ():
-        if name not in known["state"]:
-            problems.append(f"{here}.state: {name!r} is no state group of modality.json{nearest(name, known['state'])}")
-    for name, settings in action.items():
-        if name not in known["action"]:
-            problems.append(
-                f"{here}.action: {name!r} is no action group of modality.json{nearest(name, known['action'])}"
-            )
-        relative_to = settings.state_key or name
-        if settings.rep == "RELATIVE" and relative_to not in known["state"]:
-            problems.append(
-                f"{here}.action.{name}.state_key: {relative_to!r} is no state group"
-                f"{nearest(relative_to, known['state'])}"
-            )
-        if settings.rep != "RELATIVE" and settings.state_key is not None:
-            problems.append(f"{here}.action.{name}.state_key: has no effect with rep={settings.rep}; give rep=RELATIVE")
-    problems += [
-        f"{here}.mean_std: {name!r} is no group{nearest(name, [*known['state'], *known['action']])}"
-        for name in groups.mean_std
-        if name not in known["state"] and name not in known["action"]
+    states, actions = ([group.name for group in of] for of in (own.state, own.action))
+    said = (
+        ("state", groups.state or (), states),
+        ("action", tuple(groups.action or {}), actions),
+        ("mean_std", groups.mean_std, [*states, *actions]),
+        ("sin_cos", groups.sin_cos, states),
+    )
+    problems = [
+        f"{here}.{section}: {name!r} is no group of the dataset's{nearest(name, known)}"
+        for section, names, known in said
+        for name in names
+        if name not in known
     ]
-    problems += [
-        f"{here}.sin_cos: {name!r} is no state group{nearest(name, known['state'])}"
-        for name in groups.sin_cos
-        if name not in known["state"]
-    ]
-    for section, names in (("state", groups.state or ()), ("action", tuple(action))):
-        for name in names:
-            column = known[section].get(name)
-            if column is not None and column not in getattr(part, section):
-                problems.append(
-                    f"{here}.{section}: {name!r} lies in column {column!r}, which {key(recipe, number, section)} "
-                    "does not name"
-                )
+    if groups.action == {}:
+        problems.append(f"{here}.action: the section is empty; name at least one group; null means all")
+    for name, settings in (groups.action or {}).items():
+        problems += _relative(f"{here}.action.{name}.state_key", name, settings, states)
     return problems
 
 
-def _named(content: Any, dataset: Any) -> dict[str, dict[str, str]]:
-    """{"state" | "action": {group: column}} of a modality.json; raises ValueError where it does not fit the dataset."""
-    from knonik.metadata.modality import parse_modality
-
-    found: dict[str, dict[str, str]] = {"state": {}, "action": {}}
-    if content is None:
-        return found
-    parsed = parse_modality(json.dumps(content).encode(), dataset.features)
-    for section, names in (("state", parsed.state), ("action", parsed.action)):
-        found[section] = {name: parsed.columns[f"{section}.{name}"] for name in names}
-    return found
+def _relative(where: str, name: str, settings: ActionGroupConfig, states: list[str]) -> list[str]:
+    reference = settings.state_key or name
+    if settings.rep == "RELATIVE" and reference not in states:
+        return [f"{where}: {reference!r} is no state group{nearest(reference, states)}"]
+    if settings.rep != "RELATIVE" and settings.state_key is not None:
+        return [f"{where}: has no effect with rep={settings.rep}; give rep=RELATIVE"]
+    return []

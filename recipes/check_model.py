@@ -5,6 +5,7 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from recipes.check_checkpoint import architecture_problems, processor_problems
 from recipes.check_data import parsed_size
 from recipes.parse import misfits
 from recipes.parts import key, parts, slot
@@ -19,7 +20,7 @@ def model_problems(recipe: Recipe) -> list[str]:
     from models.gr00t_n17.config import GR00TN17Config
     from recipes.build import model_config
 
-    problems = [*_idle_keys(recipe), *_weights(recipe), *_processor(recipe)]
+    problems = [*_idle_keys(recipe), *_weights(recipe), *processor_problems(recipe)]
     wrong = misfits(GR00TN17Config, recipe.model.config, "model.config")
     if wrong:
         return [*problems, *wrong]
@@ -29,6 +30,7 @@ def model_problems(recipe: Recipe) -> list[str]:
         return [*problems, *(f"model.config: {line}" for line in str(error).splitlines())]
     return [
         *problems,
+        *architecture_problems(recipe, config),
         *_horizon(recipe, config),
         *_slots(recipe, config),
         *_precision(recipe, config),
@@ -40,7 +42,7 @@ def model_problems(recipe: Recipe) -> list[str]:
 def _idle_keys(recipe: Recipe) -> list[str]:
     """Fields of a checkpoint's config that change nothing here; the processor has some under the same name."""
     from models.gr00t_n17.config import KEPT_ONLY
-    from models.gr00t_n17.inputs.processor import ProcessorConfig
+    from models.gr00t_n17.inputs.settings import ProcessorConfig
 
     own = {field.name for field in dataclasses.fields(ProcessorConfig)}
     return [
@@ -65,19 +67,6 @@ def is_remote(source: str) -> bool:
     from recipes.checkpoint_source import is_hub_id
 
     return source.startswith("s3://") or (not Path(source).exists() and is_hub_id(source))
-
-
-def _processor(recipe: Recipe) -> list[str]:
-    from models.gr00t_n17.inputs.processor import ProcessorConfig
-
-    problems = misfits(ProcessorConfig, recipe.model.processor, "model.processor")
-    if problems:
-        return problems
-    try:
-        ProcessorConfig(**recipe.model.processor)
-    except (TypeError, ValueError) as error:
-        return [f"model.processor: {error}"]
-    return []
 
 
 def _horizon(recipe: Recipe, config: "GR00TN17Config") -> list[str]:

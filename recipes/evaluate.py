@@ -4,7 +4,8 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipes.build import build_network, build_processor, load_trained, with_local_weights
+from recipes.build import build_network, load_trained, with_local_weights
+from recipes.build_processor import build_processor
 from recipes.load import from_dict
 from recipes.run_folder import RunFolder
 from recipes.schema import Recipe

@@ -66,6 +66,11 @@ def slot(recipe: Recipe, part: PartConfig) -> int:
     return slot_of(part.embodiment or DEFAULT_EMBODIMENT, None if folder is None else folder.embodiment_ids)
 
 
+def slots(recipe: Recipe) -> tuple[int, ...]:
+    """Slots that samples of the recipe use, each once, in rising order."""
+    return tuple(sorted({slot(recipe, part) for part in parts(recipe)}))
+
+
 def checkpoint_folder(recipe: Recipe) -> "CheckpointFolder | None":
     """The files beside the weights, where these lie on this machine and have a config.json."""
     from models.gr00t_n17.checkpoint.folder import CONFIG_FILE, CheckpointFolder

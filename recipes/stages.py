@@ -107,7 +107,8 @@ def train_grounding(recipe: Recipe, started_at: float) -> dict[str, Any]:
     """
     from callbacks.step_clock import StepClock
     from models.gr00t_n17.checkpoint.weights import save_weights
-    from recipes.build import build_network, build_processor, optimizer, schedule
+    from recipes.build import build_network, optimizer, schedule
+    from recipes.build_processor import build_processor
     from recipes.run import Run
     from recipes.sources import batch_cameras, open_all, training_part
     from recipes.tabletop.grounding import GroundingSettings, build_grounding

@@ -12,7 +12,8 @@ from callbacks.run_record import write_atomically
 from callbacks.step_clock import StepClock
 from models.gr00t_n17.checkpoint.weights import weights_digest
 from models.gr00t_n17.parallelize import tuned_parameters
-from recipes.build import build_datamodule, build_module, build_network, build_processor, with_local_weights
+from recipes.build import build_datamodule, build_module, build_network, with_local_weights
+from recipes.build_processor import build_processor
 from recipes.check import batch_size_per_rank
 from recipes.evaluate import closed_loop, swapped
 from recipes.ranks import is_first, world_size

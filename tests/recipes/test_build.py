@@ -14,7 +14,7 @@ from recipes.load import available, load
 def test_every_recipe_builds_on_the_meta_device(name: str) -> None:
     from models.gr00t_n17.network import GR00TN17
 
-    recipe = load(name, ["data.uri=/data"])
+    recipe = load(name, ["data.mixture=[{uri: /a}]"] if name.endswith("mixture") else ["data.uri=/data"])
     with torch.device("meta"):
         network = GR00TN17(model_config(recipe))
     total = sum(parameter.numel() for parameter in network.parameters())

@@ -11,6 +11,11 @@ from recipes.load import RecipeError, available, diff, from_dict, load, to_dict
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def needed(name: str) -> list[str]:
+    """The values that a recipe leaves to its user."""
+    return ["data.mixture=[{uri: /a}, {uri: /b}]"] if name.endswith("mixture") else ["data.uri=/data"]
+
+
 def problems(name: str, *overrides: str) -> list[str]:
     with pytest.raises(RecipeError) as caught:
         load(name, list(overrides))
@@ -19,7 +24,7 @@ def problems(name: str, *overrides: str) -> list[str]:
 
 @pytest.mark.parametrize("name", available())
 def test_every_recipe_loads_and_survives_its_own_dump(name: str) -> None:
-    recipe = load(name, ["data.uri=/data"])
+    recipe = load(name, needed(name))
     assert from_dict(to_dict(recipe)) == recipe
 
 
@@ -52,6 +57,7 @@ def test_all_problems_are_told_at_once_with_the_nearest_name() -> None:
 
 def test_a_required_value_is_named() -> None:
     assert problems("gr00t_n17/bridge") == ["data.uri: required, give it as data.uri=..."]
+    assert problems("gr00t_n17/mixture") == ["data.mixture: required, give it as data.mixture=..."]
 
 
 def test_unknown_recipe_and_malformed_override() -> None:

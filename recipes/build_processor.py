@@ -1,0 +1,83 @@
+"""Processors from a recipe: one for its dataset, or one for each part of its mixture."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from recipes.build import model_config
+from recipes.parts import checkpoint_folder, parts
+from recipes.schema import Recipe
+from recipes.schema_data import PartConfig
+from recipes.schema_model import ModalityConfig
+from recipes.sources import batch_cameras, modality
+
+if TYPE_CHECKING:
+    from knonik import Dataset
+    from models.gr00t_n17.inputs.processor import Processor
+
+
+def build_processor(recipe: Recipe, datasets: "list[Dataset]") -> "Processor":
+    """Processor with the datasets' own statistics; what the recipe leaves open is the checkpoint's.
+
+    Args:
+        recipe: with its weights named by their folder.
+        datasets: what is trained on of each part.
+    """
+    words = tokenizer(recipe, datasets)
+    names = batch_cameras(recipe, datasets)
+    built = [
+        _of_part(recipe, part, dataset, _own_cameras(part, dataset, names), words)
+        for part, dataset in zip(parts(recipe), datasets, strict=True)
+    ]
+    return built[0]
+
+
+def tokenizer(recipe: Recipe, datasets: "list[Dataset]") -> Any:
+    """For `tokenizer: words` the vocabulary of the datasets' own texts; None leaves it to the processor."""
+    if recipe.model.processor.get("tokenizer") != "words":
+        return None
+    from models.gr00t_n17.inputs.settings import ProcessorConfig
+    from models.gr00t_n17.inputs.text import WordTokenizer
+
+    return WordTokenizer.from_texts(
+        [text for dataset in datasets for text in dataset.tasks.values()],
+        backbone=model_config(recipe).backbone,
+        formalize_language=ProcessorConfig(**recipe.model.processor).formalize_language,
+    )
+
+
+def group_settings(groups: ModalityConfig | None) -> dict[str, Any] | None:
+    """The recipe's groups as the models take them: what is null is left out."""
+    if groups is None:
+        return None
+    return {name: value for name, value in dataclasses.asdict(groups).items() if value is not None}
+
+
+def _own_cameras(part: PartConfig, dataset: "Dataset", names: tuple[str, ...]) -> tuple[str, ...]:
+    """The batch's cameras that a part has."""
+    own = dataset.cameras if part.cameras is None else part.cameras
+    return tuple(name for name in names if name in own)
+
+
+def _of_part(
+    recipe: Recipe, part: PartConfig, dataset: "Dataset", cameras: tuple[str, ...], tokenizer: Any
+) -> "Processor":
+    from models.gr00t_n17.inputs.processor import DatasetParts, Processor
+
+    return Processor.for_dataset(
+        model_config(recipe),
+        recipe.model.processor,
+        DatasetParts(
+            cameras=cameras,
+            state=part.state,
+            action=part.action,
+            statistics={name: dataset.statistics(name) for name in (*part.state, *part.action)},
+            modality=modality(part, dataset),
+            groups=group_settings(part.groups),
+        ),
+        horizon=part.horizon,
+        embodiment=part.embodiment,
+        embodiment_id=part.embodiment_id,
+        checkpoint=checkpoint_folder(recipe),
+        tokenizer=tokenizer,
+        seed=recipe.seed,
+    )

@@ -1,0 +1,86 @@
+"""Settings that a checkpoint on this machine overrules: those of a recipe that could only be ignored are problems."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from recipes.load import flatten
+from recipes.parse import misfits
+from recipes.parts import DEFAULT_EMBODIMENT, checkpoint_folder, parts
+from recipes.schema import Recipe
+
+if TYPE_CHECKING:
+    from models.gr00t_n17.config import GR00TN17Config
+
+# Fields of config.json that change how a network is trained or sampled, and no shape of its weights.
+_FREE = (
+    "tune_llm",
+    "tune_visual",
+    "tune_top_llm_layers",
+    "tune_projector",
+    "tune_diffusion_model",
+    "tune_vlln",
+    "diffusion_model_cfg.dropout",
+    "diffusion_model_cfg.final_dropout",
+    "vl_self_attention_cfg.dropout",
+    "vl_self_attention_cfg.final_dropout",
+    "num_inference_timesteps",
+    "noise_beta_alpha",
+    "noise_beta_beta",
+    "noise_s",
+    "state_dropout_prob",
+    "strict_action_padding_mask",
+)
+
+
+def processor_settings(recipe: Recipe, tag: str | None = None) -> dict[str, Any]:
+    """Fields of the processor config: the checkpoint's for an embodiment, the recipe's over them.
+
+    Raises:
+        ValueError: a file of the checkpoint is not what it should be.
+    """
+    from models.gr00t_n17.inputs.processor_sources import Stored
+
+    stored = Stored.read(checkpoint_folder(recipe), tag or parts(recipe)[0].embodiment or DEFAULT_EMBODIMENT)
+    return {**stored.settings, **recipe.model.processor}
+
+
+def architecture_problems(recipe: Recipe, config: "GR00TN17Config") -> list[str]:
+    """Sizes in `model.config` that are not the checkpoint's, whose weights would not fit."""
+    folder = checkpoint_folder(recipe)
+    if folder is None:
+        return []
+    stored, asked = flatten(folder.config.to_dict()), flatten(config.to_dict())
+    given = flatten(dict(recipe.model.config))
+    return [
+        f"model.config.{name}: {asked.get(name)!r} is not the checkpoint's {stored.get(name)!r}, whose weights have "
+        "that shape; leave it out"
+        for name in given
+        if name not in _FREE and asked.get(name) != stored.get(name)
+    ]
+
+
+def processor_problems(recipe: Recipe) -> list[str]:
+    """Unknown and impossible settings of `model.processor`, and those that do nothing beside the checkpoint's."""
+    from models.gr00t_n17.inputs.settings import ProcessorConfig
+
+    problems = misfits(ProcessorConfig, recipe.model.processor, "model.processor")
+    if problems:
+        return problems
+    try:
+        settings = processor_settings(recipe)
+        ProcessorConfig(**settings)
+    except (TypeError, ValueError, OSError) as error:
+        return [f"model.processor: {error}"]
+    return _idle(recipe, settings)
+
+
+def _idle(recipe: Recipe, settings: Mapping[str, Any]) -> list[str]:
+    given, problems = recipe.model.processor, []
+    for name, over in (("image_target_size", "shortest_image_edge"), ("image_crop_size", "crop_fraction")):
+        value = settings.get(over, 256)
+        if given.get(name) is not None and value is not None:
+            origin = "" if over in given else ", which is the checkpoint's"
+            problems.append(
+                f"model.processor.{name}: has no effect with {over}={value}{origin}; give model.processor.{over}=null"
+            )
+    return problems

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from models.gr00t_n17.config import GR00TN17Config
@@ -52,6 +53,22 @@ def set_trainable(network: GR00TN17, config: GR00TN17Config) -> None:
     # The head taps before the final norm, so this weight never gets a gradient, which DDP would wait for.
     network.backbone.language_model.norm.requires_grad_(False)
     network.train(network.training)
+
+
+def compile_network(network: GR00TN17, **options: Any) -> None:
+    """Compile the device work of a step in place, as one graph for the backbone and one for the head's loss.
+
+    Parameter names stay. Shapes are static: pad prompts to few lengths (processor.prompt_multiple), or each new length
+    compiles again. Pass noise and time to the loss, and one integer or device tensor as embodiment id.
+
+    Args:
+        options: of `torch.compile`, e.g. mode or backend.
+    """
+    options = {"dynamic": False, "fullgraph": True, **options}
+    backbone: Any = network.backbone
+    head: Any = network.action_head
+    backbone.compute = torch.compile(backbone.compute, **options)
+    head.loss = torch.compile(head.loss, **options)
 
 
 def tuned_parameters(network: GR00TN17) -> dict[str, nn.Parameter]:

@@ -224,7 +224,10 @@ class Processor:
         if missing:
             raise ValueError(f"cameras {missing} are not in the batch, which has {sorted(batch.images)}")
         tokens = image_tokens(self.image_settings, [batch.images[camera] for camera in self.cameras])
-        input_ids, attention_mask = self.prompts.batch(batch.text, tokens, length=self.processor_config.prompt_length)
+        settings = self.processor_config
+        input_ids, attention_mask = self.prompts.batch(
+            batch.text, tokens, length=settings.prompt_length, multiple=settings.prompt_multiple or 1
+        )
         return {
             "input_ids": input_ids,
             "attention_mask": attention_mask,

@@ -142,9 +142,12 @@ class PromptBuilder:
         return self._cache[key]
 
     def batch(
-        self, texts: Sequence[str], image_tokens: Sequence[int], *, length: int | None = None
+        self, texts: Sequence[str], image_tokens: Sequence[int], *, length: int | None = None, multiple: int = 1
     ) -> tuple[Tensor, Tensor]:
-        """input_ids and attention_mask, int64 [B, S], padded on the left to the longest prompt or to `length`."""
+        """input_ids and attention_mask, int64 [B, S], padded on the left to the longest prompt or to `length`.
+
+        With `multiple` the longest prompt is rounded up to it: few shapes, so that a compiled network is kept.
+        """
         rows = [self.ids(text, image_tokens) for text in texts]
         longest = max(len(row) for row in rows)
         if length is not None and longest > length:
@@ -153,7 +156,7 @@ class PromptBuilder:
                 f"a prompt of {longest} tokens does not fit into processor.prompt_length={length} (text {text!r}); "
                 "raise it, or set it to null for the longest prompt of each batch"
             )
-        size = length or longest
+        size = length or -(-longest // multiple) * multiple
         input_ids = torch.full((len(rows), size), self.backbone.pad_token_id, dtype=torch.int64)
         attention_mask = torch.zeros((len(rows), size), dtype=torch.int64)
         for i, row in enumerate(rows):

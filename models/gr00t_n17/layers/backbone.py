@@ -183,12 +183,23 @@ class Backbone(nn.Module):
         image_mask = input_ids == self.image_token_id
         grids = read_grids(image_grid_thw, self.vision_config.spatial_merge_size)
         tables = self._tables_for(grids, input_ids.device)
-        grad = torch.is_grad_enabled()
         _check_image_tokens(image_mask, tables.num_tokens)
-        with torch.set_grad_enabled(grad and self.train_visual):
-            image_embeds, deepstack = self.encode_images(pixel_values, tables)
-        features = self._decode(input_ids, valid, image_mask, image_embeds, deepstack, tables)
+        features = self.compute(input_ids, valid, image_mask, pixel_values, tables, self._mrope(input_ids.device))
         return BackboneFeatures(features, valid, image_mask)
+
+    def compute(
+        self,
+        input_ids: Tensor,
+        valid: Tensor,
+        image_mask: Tensor,
+        pixel_values: Tensor,
+        tables: GridTables,
+        mrope: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """All device work of `forward`, one graph when compiled: what depends on host values is in its arguments."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.train_visual):
+            image_embeds, deepstack = self.encode_images(pixel_values, tables)
+        return self._decode(input_ids, valid, image_mask, image_embeds, deepstack, tables, mrope)
 
     def encode_images(self, pixel_values: Tensor, tables: GridTables) -> tuple[Tensor, list[Tensor]]:
         """Merged image tokens [N, D] and one [N, D] per DeepStack stage, in the order of the images."""
@@ -237,6 +248,7 @@ class Backbone(nn.Module):
         image_embeds: Tensor,
         deepstack: list[Tensor],
         tables: GridTables,
+        mrope: tuple[Tensor, Tensor],
     ) -> Tensor:
         grad = torch.is_grad_enabled()
         length = input_ids.shape[1]
@@ -244,7 +256,7 @@ class Backbone(nn.Module):
         # A static size keeps nonzero from waiting for the device.
         places = torch.nonzero_static(image_mask.flatten(), size=tables.num_tokens).squeeze(1)
         positions = mrope_positions(valid, places, tables)
-        axes, frequencies = self._mrope(input_ids.device)
+        axes, frequencies = mrope
         with torch.no_grad():
             angles = positions.movedim(0, -1)[..., axes].float() * frequencies
             cos, sin = angles.cos(), angles.sin()

@@ -79,6 +79,11 @@ def test_padding_is_on_the_left_to_the_longest_or_to_a_fixed_length() -> None:
     assert fixed.shape == (2, longest + 3)
     assert fixed[:, 3:].tolist() == ids.tolist()
     assert fixed_mask[:, :3].sum() == 0
+    rounded, rounded_mask = builder.batch([TEXTS[0], TEXTS[2]], [4], multiple=8)
+    assert rounded.shape == (2, 16)
+    assert rounded[:, -longest:].tolist() == ids.tolist()
+    assert rounded_mask[:, -longest:].tolist() == mask.tolist()
+    assert builder.batch([TEXTS[0]], [4], multiple=longest)[0].shape == (1, longest)
     with pytest.raises(ValueError, match=r"prompt_length=5.*Pick up"):
         builder.batch([TEXTS[0]], [4], length=5)
 

@@ -69,7 +69,7 @@ class StoredTensors(Mapping[str, StoredTensor]):
         self.close()
 
     def close(self) -> None:
-        """Unmap the file last read. Tensors that were read must have been copied."""
+        """Let go of the file last read; tensors that were read keep their own hold on it."""
         self._stack.close()
         self._open = None
 
@@ -79,7 +79,7 @@ class StoredTensors(Mapping[str, StoredTensor]):
         return {name: _DTYPES[entry.dtype] for name, entry in self._entries.items() if entry.dtype in _DTYPES}
 
     def tensor(self, name: str) -> Tensor:
-        """The stored tensor, mapped: copy it, or use it up before the next file is read."""
+        """The stored tensor, mapped: its file's pages count to this process as long as it is held."""
         return self._file(name).get_tensor(name)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,8 @@ from models.gr00t_n17.slots import is_slot_tensor
 
 logger = logging.getLogger(__name__)
 
-_HEAD_SUFFIX, _EMBEDDING_SUFFIX = "lm_head.weight", "language_model.embed_tokens.weight"
+_NUMBERED = re.compile(r"(.*?\.)(\d+)(\..*)", re.DOTALL)
+HEAD_SUFFIX, EMBEDDING_SUFFIX = "lm_head.weight", "language_model.embed_tokens.weight"
 
 
 def load_weights(
@@ -48,7 +50,7 @@ def load_weights(
         raise ValueError(f"prefix={prefix!r} fits no name of the network; names begin with {_heads(network)}")
     with StoredTensors(source) as stored:
         # in the order of the files: each is mapped once
-        wanted = [name for name in stored if name.startswith(prefix) and not name.endswith(_HEAD_SUFFIX)]
+        wanted = [name for name in stored if name.startswith(prefix) and not name.endswith(HEAD_SUFFIX)]
         slots = {name: s for name in targets if (s := _slots(network, name)) is not None}
         _compare(stored, wanted, targets, slots, source=source, prefix=prefix)
         with torch.no_grad():
@@ -134,14 +136,13 @@ def _same_device(a: torch.device, b: torch.device) -> bool:
 
 def _note_untied_head(stored: StoredTensors, prefix: str) -> None:
     """A stored LM head is the token embedding once more and is never run; tell where it is not."""
-    head = next((name for name in stored if name.startswith(prefix) and name.endswith(_HEAD_SUFFIX)), None)
-    embedding = next((name for name in stored if name.endswith(_EMBEDDING_SUFFIX)), None)
+    head = next((name for name in stored if name.startswith(prefix) and name.endswith(HEAD_SUFFIX)), None)
+    embedding = next((name for name in stored if name.endswith(EMBEDDING_SUFFIX)), None)
     if head is None or embedding is None:
         return
     rows = stored[embedding].shape[0]
     tied = stored[head].shape == stored[embedding].shape and all(
-        # a copy of the first: reading the second may unmap its file
-        torch.equal(stored.rows(head, row, row + 8192).clone(), stored.rows(embedding, row, row + 8192))
+        torch.equal(stored.rows(head, row, row + 8192), stored.rows(embedding, row, row + 8192))
         for row in range(0, rows, 8192)
     )
     if not tied:
@@ -202,7 +203,24 @@ def _heads(network: nn.Module) -> list[str]:
 
 
 def _report(kind: str, names: list[str]) -> list[str]:
-    shown = [f"  {name}" for name in names[:50]]
-    if len(names) > 50:
-        shown.append(f"  ... and {len(names) - 50} more")
+    """Every name; those that differ in their first number alone, which is a block's, share a line."""
+    lines: dict[tuple[str, str], list[int]] = {}
+    for name in names:
+        match = _NUMBERED.fullmatch(name)
+        head, number, tail = match.groups() if match else (name, "-1", "")
+        lines.setdefault((head, tail), []).append(int(number))
+    shown = [f"  {head}{_ranges(numbers)}{tail}" for (head, tail), numbers in lines.items()]
     return [f"{kind} ({len(names)}):", *shown] if names else []
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[3] -> 3, [0, 1, 2, 5] -> {0-2,5}; -1 stands for no number."""
+    if len(numbers) == 1:
+        return "" if numbers[0] < 0 else str(numbers[0])
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return "{" + ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans) + "}"

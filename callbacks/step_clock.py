@@ -2,10 +2,12 @@
 
 Lightning brackets every fetch with a profiler action, on whatever loader is used. Listening there puts the clock
 exactly around the call it times, costs two clock reads, and never touches the device. Saving a checkpoint is bracketed
-too, and validation has hooks, so their time can be left out of the step they happen to fall into.
+too, Lightning's validation has hooks and ours says when it runs: their time is left out of the step it falls into.
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,6 +182,18 @@ class StepClock(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._listener is not None:
+            self._listener.include()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time spent inside is left out of the step it falls into."""
+        if self._listener is None:
+            yield
+            return
+        self._listener.exclude()
+        try:
+            yield
+        finally:
             self._listener.include()
 
     def drain(self) -> list[Step]:

@@ -1,6 +1,7 @@
 """Actions relative to the state at the anchor, the way back, and their statistics per step of the chunk; in float64."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,8 +52,8 @@ def to_absolute(relative: NDArray[np.floating], reference: NDArray[np.floating],
 
 
 def relative_statistics(
-    state: NDArray[np.floating],
-    action: NDArray[np.floating],
+    state: NDArray[Any],
+    action: NDArray[Any],
     *,
     first_row: NDArray[np.int64],
     length: NDArray[np.int64],

@@ -16,6 +16,7 @@ from models.common.optim import (
     from_options,
     settings_of,
 )
+from models.gr00t_n17.checkpoint.trained import FrozenWeights
 from models.gr00t_n17.flops import step_flops
 from models.gr00t_n17.layers.grids import Grid
 from models.gr00t_n17.network import GR00TN17
@@ -61,7 +62,15 @@ class GR00TN17Module(LightningModule):
         self._last_shapes: tuple[int, int, tuple[Grid, ...], bool] | None = None
         self._flops: dict[tuple[int, int, tuple[Grid, ...], bool], int] = {}
         self._settings: list[dict[str, Any]] = []
+        self._frozen = FrozenWeights(network)
         self.train()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """A checkpoint holds what is trained; the frozen rest is where the run found it."""
+        self._frozen.leave_out(checkpoint, with_digest=self.global_rank == 0)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._frozen.put_back(checkpoint)
 
     def on_fit_start(self) -> None:
         # Lightning keeps the modes it finds, and an evaluation before the fit may have left another one.

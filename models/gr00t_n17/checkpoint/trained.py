@@ -39,12 +39,17 @@ class FrozenWeights:
             self._digest = weights_digest(self.tensors())
         return self._digest
 
-    def leave_out(self, checkpoint: MutableMapping[str, Any]) -> None:
-        """Take the frozen tensors out of a checkpoint's `state_dict` and put their digest in."""
+    def leave_out(self, checkpoint: MutableMapping[str, Any], *, with_digest: bool = True) -> None:
+        """Take the frozen tensors out of a checkpoint's `state_dict` and put their digest in.
+
+        Args:
+            with_digest: False on ranks that write no file.
+        """
         frozen = {f"{self._prefix}{name}" for name in self.tensors()}
         if frozen:
             state = checkpoint["state_dict"]
             checkpoint["state_dict"] = {name: value for name, value in state.items() if name not in frozen}
+        if frozen and with_digest:
             checkpoint[DIGEST_KEY] = self.digest
 
     def put_back(self, checkpoint: MutableMapping[str, Any]) -> None:

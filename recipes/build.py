@@ -1,6 +1,7 @@
 """The one place that turns a recipe's values into objects: dataset, network, processor, module, data module."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,10 +36,20 @@ def model_config(recipe: Recipe) -> "GR00TN17Config":
     if unknown:
         raise ValueError("\n".join(f"unknown key {key!r}{nearest(key, names)}" for key in unknown))
     if (folder := checkpoint_folder(recipe)) is not None:
-        return GR00TN17Config.from_dict({**folder.config_values, **recipe.model.config})
+        return GR00TN17Config.from_dict(_over(folder.config_values, recipe.model.config))
     if recipe.model.size == "tiny":
         return GR00TN17Config.tiny(**recipe.model.config)
     return GR00TN17Config(**recipe.model.config)
+
+
+def _over(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested values with those of `changes` over them, section by section."""
+    merged = dict(values)
+    for name, change in changes.items():
+        section = merged.get(name)
+        both = isinstance(section, Mapping) and isinstance(change, Mapping)
+        merged[name] = _over(section or {}, change) if both else change
+    return merged
 
 
 def with_local_weights(recipe: Recipe) -> Recipe:
@@ -174,9 +185,8 @@ def loader_options(recipe: Recipe, processor: "Processor") -> dict[str, Any]:
 
 
 def load_trained(network: "GR00TN17", checkpoint: Path) -> None:
-    """Put the weights of a training checkpoint into a network; only tensors are read from the file."""
-    import torch
+    """Put the weights of a training checkpoint into a network that holds those its run began with."""
+    from models.gr00t_n17.checkpoint.trained import load_trained
+    from recipes.trained import read_checkpoint
 
-    state = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
-    prefix = "network."
-    network.load_state_dict({name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)})
+    load_trained(network, read_checkpoint(checkpoint))

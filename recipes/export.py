@@ -1,0 +1,97 @@
+"""A run's weights as a checkpoint folder in the released layout, for the servers and readers of that layout."""
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from recipes.load import diff, to_dict
+from recipes.run_folder import RunFolder
+from recipes.schema import Recipe, RunConfig, TrainerConfig
+from recipes.schema_data import DataConfig
+
+if TYPE_CHECKING:
+    from recipes.trained import TrainedRun
+
+logger = logging.getLogger(__name__)
+
+# Where things lay and how they were watched is nobody's business but the machine's.
+_PRIVATE = ("run", "data.uri", "data.cache", "data.generate", "logger", "wandb", "metrics", "checkpoint", "evaluation")
+
+
+def export_run(
+    run: Path, out: Path, *, dtype: str = "bfloat16", step: int | None = None, checkpoint: Path | None = None
+) -> dict[str, Any]:
+    """Write a run's newest checkpoint, or that of a step, as a checkpoint folder; on the CPU alone.
+
+    Args:
+        run: run folder.
+        out: folder to make; must not exist, or be empty.
+        dtype: of the weights, "bfloat16" as released or "float32".
+        step: which checkpoint of the run.
+        checkpoint: a checkpoint by its path instead: a file, or the folder of a sharded one.
+
+    Returns:
+        `folder`, `step`, `dtype` and `bytes` of what was written.
+
+    Raises:
+        ValueError: no run folder, no such checkpoint, or one that does not fit its recipe.
+        FileExistsError: `out` holds something.
+    """
+    from models.gr00t_n17.checkpoint.export import export
+    from recipes.parts import checkpoint_folder
+    from recipes.trained import load_run
+
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FileExistsError(f"{out} exists and is not empty; name a new folder")
+    trained = load_run(run, step=step, checkpoint=checkpoint)
+    stored = RunFolder(run).recipe or {}
+    export(
+        trained.network,
+        trained.processor,
+        out,
+        dtype=dtype,
+        base=checkpoint_folder(trained.recipe),
+        recipe=stored,
+        card=_card(run, trained, stored, dtype),
+    )
+    written = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+    return {"folder": str(out), "step": trained.step, "dtype": dtype, "bytes": written}
+
+
+def changes(stored: dict[str, Any]) -> dict[str, Any]:
+    """Keys of a stored recipe that differ from their defaults, by dotted name, paths and watching left out."""
+    bare = Recipe(run=RunConfig(name="", dir=""), data=DataConfig(uri=""), trainer=TrainerConfig(max_steps=0))
+    changed = {key: new for key, (_, new) in diff(to_dict(bare), stored).items() if new is not None}
+    return {
+        key: value
+        for key, value in sorted(changed.items())
+        if not any(key == private or key.startswith(f"{private}.") for private in _PRIVATE)
+    }
+
+
+def _card(run: Path, trained: "TrainedRun", stored: dict[str, Any], dtype: str) -> str:
+    from models.gr00t_n17.checkpoint.model_card import CardFacts, model_card
+
+    summary = RunFolder(run).summary or {}
+    if summary.get("steps") != trained.step:
+        summary = {}  # figures of another step
+    parts = getattr(trained.processor, "parts", [trained.processor])  # of a mixture
+    facts = CardFacts(
+        name=trained.recipe.run.name,
+        embodiments={part.embodiment: part.embodiment_id for part in parts},
+        dtype=dtype,
+        steps=trained.step,
+        base=stored["model"]["weights"],
+        data=stored["data"]["uri"],
+        fingerprint=summary.get("fingerprint") or _fingerprint(run),
+        changes=changes(stored),
+        summary=summary,
+    )
+    return model_card(facts)
+
+
+def _fingerprint(run: Path) -> str | None:
+    """The data's fingerprint from the record every start of a run writes."""
+    file = run / "environment.json"
+    return json.loads(file.read_text()).get("fingerprint") if file.is_file() else None

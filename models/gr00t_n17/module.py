@@ -123,7 +123,8 @@ class GR00TN17Module(LightningModule):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the loss of the step and find what its gradient must be divided by."""
         error, weight = self._mean.totals()
-        self.log("train/loss", error / weight, on_step=True, on_epoch=False, prog_bar=True)
+        # never to Lightning's progress bar: it fetches such a value from the device in every step, drawn or not
+        self.log("train/loss", error / weight, on_step=True, on_epoch=False)
         # Lightning has divided by the number of micro-batches and the strategy by that of ranks.
         shares = self._shares()
         self._factor = shares / weight if shares > 1 else None

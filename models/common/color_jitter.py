@@ -1,8 +1,8 @@
 """Colour jitter on uint8 levels for a whole batch on its device, one draw per sample replayed on all of its images.
 
-Every operation maps uint8 levels to uint8 levels with the arithmetic of albumentations 1.4 over OpenCV: brightness and
-contrast truncate, saturation rounds, and the hue is turned on OpenCV's 180-step circle. Checked level by level against
-those libraries: equal but for one level in about one hue-turned value of 10,000.
+Every operation maps uint8 levels to uint8 levels with the arithmetic of albumentations 1.4 over OpenCV 4 on x86 with
+AVX2: brightness and contrast truncate, saturation rounds, and the hue is turned on OpenCV's 180-step circle. Where
+those libraries fuse a product and a sum into one rounding, so does this, through float64. Equal to them level by level.
 """
 
 import functools
@@ -14,6 +14,8 @@ from torch import Tensor
 from models.common import draws
 
 BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
+
+_LANES = 32  # columns the reference turns back from HSV at once; what is left at the end of a row is rounded otherwise
 
 
 class JitterDraws(NamedTuple):
@@ -62,9 +64,17 @@ def _blend(x: Tensor, jitter: JitterDraws, slot: int, active: Tensor) -> Tensor:
     factor = torch.where(active, factor, 1.0)[:, None, None, None, None]
     operation = operation[:, None, None, None, None]
     grey = _grey(x)
-    base = torch.where(operation == CONTRAST, grey.mean(dim=(3, 4), keepdim=True), grey * (operation == SATURATION))
-    out = (x * factor).add_(base * (1.0 - factor)).clamp_(0, 255)
-    return torch.where(operation == SATURATION, out.round(), out.floor())
+    # The mean and its weight are float64 in the reference; what is added to a level is float32.
+    rest = 1.0 - factor.to(torch.float64)
+    mean = (grey.mean(dim=(3, 4), keepdim=True, dtype=torch.float64) * rest).to(torch.float32)
+    base = torch.where(operation == CONTRAST, mean, grey * rest.to(torch.float32) * (operation == SATURATION))
+    blended = _fused(x, factor, base).clamp_(0, 255).round_()
+    return torch.where(operation == SATURATION, blended, (x * factor).add_(base).clamp_(0, 255).floor_())
+
+
+def _fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a * b + c of float32 with one rounding: the product is exact in float64."""
+    return (a.to(torch.float64) * b.to(torch.float64)).add_(c).to(torch.float32)
 
 
 def _grey(x: Tensor) -> Tensor:
@@ -86,9 +96,9 @@ def _turn_hue(x: Tensor, shift: Tensor) -> Tensor:
     )
     hue = (sector * torch.round(180 * 4096 / (6 * spread.clamp(min=1))) + 2048).mul_(2.0**-12).floor_()
     hue = torch.where(hue < 0, hue + 180, hue)
-    turned = torch.remainder(hue + 180.0 * shift, 180.0).floor_()
-    # Back: channel n of the hexagon is v * (1 - s * clamp(min(k, 4 - k), 0, 1)) with k = (n + h / 30) mod 6, in [0, 1]
-    # and truncated to levels. Sector and fraction stay apart, so the fraction is not rounded again.
+    turned = torch.remainder(hue + 180.0 * shift.to(torch.float64), 180.0).floor_().to(torch.float32)
+    # Back: channel n of the hexagon is v * (1 - s * clamp(min(k, 4 - k), 0, 1)) with k = (n + h / 30) mod 6, in [0, 1].
+    # Sector and fraction stay apart, so the fraction is not rounded again.
     sixth = turned * (6.0 / 180.0)
     sector = sixth.floor()
     fraction = sixth - sector
@@ -97,6 +107,8 @@ def _turn_hue(x: Tensor, shift: Tensor) -> Tensor:
     for offset in (5.0, 3.0, 1.0):
         k = torch.remainder(sector + offset, 6.0)
         part = torch.minimum(k + fraction, (4.0 - k) - fraction).clamp_(0.0, 1.0)
-        channels.append((1.0 - saturation * part).mul_(value))
-    out = torch.stack(channels, dim=2).mul_(255.0).floor_().clamp_(0, 255)
+        channels.append(_fused(-saturation, part, part.new_ones(())).mul_(value))
+    out = torch.stack(channels, dim=2).mul_(255.0)
+    whole = out.shape[-1] // _LANES * _LANES
+    out = torch.cat([out[..., :whole].floor(), out[..., whole:].round()], dim=-1).clamp_(0, 255)
     return torch.where((shift == 0).unsqueeze(2), x, out)

@@ -175,8 +175,12 @@ class ImageTransform:
         patches of an image in merge-block order. The grids stay on the CPU. `position` int64 [B] is only read with
         `augment`.
         """
+        drawn = draw_augmentation(self.settings, self.seed, position) if augment else NO_AUGMENTATION
+        return self.apply(images, cameras, drawn)
+
+    def apply(self, images: Mapping[str, Tensor], cameras: Sequence[str], drawn: Augmentation) -> tuple[Tensor, Tensor]:
+        """The transform with given draws."""
         settings = self.settings
-        drawn = draw_augmentation(settings, self.seed, position) if augment else NO_AUGMENTATION
         sizes = [(images[camera].shape[2], images[camera].shape[3]) for camera in cameras]
         plans = plan_cameras(settings, sizes)
         batch, times = images[cameras[0]].shape[:2]

@@ -114,11 +114,8 @@ def test_bicubic_resize_equals_torch_uint8_kernel(sizes: tuple[int, int, int, in
 def test_color_jitter_equals_the_reference(golden: dict[str, np.ndarray]) -> None:
     factor, order = torch.from_numpy(golden["jitter_factor"]), torch.from_numpy(golden["jitter_order"])
     images = frame(24, 32)[None].expand(len(factor), 1, -1, -1, -1).contiguous()
-    result = color_jitter(images, JitterDraws(factor, order))[:, 0].permute(0, 2, 3, 1).numpy().astype(int)
-    difference = np.abs(result - golden["jitter"].astype(int))
-    # The reference's fused multiply-add in the hue turn moves single levels that sit on a whole number.
-    assert difference.max() <= 1
-    assert (difference > 0).mean() < 5e-4
+    result = color_jitter(images, JitterDraws(factor, order))[:, 0].permute(0, 2, 3, 1).numpy()
+    np.testing.assert_array_equal(result, golden["jitter"])
 
 
 def test_color_jitter_of_strength_zero_changes_nothing() -> None:

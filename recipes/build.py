@@ -86,11 +86,15 @@ def build_network(recipe: Recipe) -> "GR00TN17":
     from models.gr00t_n17 import precision
     from models.gr00t_n17.checkpoint.stored import StoredTensors
     from models.gr00t_n17.checkpoint.weights import load_weights
+    from models.gr00t_n17.lora import LoraConfig, add_lora, freeze_targets
     from models.gr00t_n17.network import GR00TN17
 
+    adapters = None if recipe.model.lora is None else LoraConfig(**dataclasses.asdict(recipe.model.lora))
     weights, mode = recipe.model.weights, recipe.model.precision
     with torch.device("meta"):  # no time or memory for an initialisation that is overwritten below
         network = GR00TN17(model_config(recipe), slots=None if mode == "stock" else slots(recipe))
+    if adapters is not None:
+        freeze_targets(network, adapters)  # before the dtypes are chosen by what is trained
     if weights is not None:
         with StoredTensors(weights) as stored:
             dtypes = precision.weight_dtypes(network, mode, stored.dtypes)
@@ -101,6 +105,8 @@ def build_network(recipe: Recipe) -> "GR00TN17":
         precision.apply(network, mode, {name: value.dtype for name, value in network.named_parameters()})
     if recipe.model.backbone_weights is not None:
         load_weights(network, recipe.model.backbone_weights, prefix="backbone.")
+    if adapters is not None:
+        add_lora(network, adapters, seed=recipe.seed)
     return network
 
 

@@ -46,6 +46,7 @@ def load_run(run: Path, *, step: int | None = None, checkpoint: Path | None = No
     """
     from models.gr00t_n17.checkpoint.trained import load_trained
     from models.gr00t_n17.inputs.processor import Processor
+    from models.gr00t_n17.lora import merge_lora
     from recipes.build import build_network, with_local_weights
 
     recipe = _recipe(run)
@@ -58,6 +59,7 @@ def load_run(run: Path, *, step: int | None = None, checkpoint: Path | None = No
     network = build_network(recipe)
     stored = read_checkpoint(path)
     load_trained(network, stored)
+    merge_lora(network)
     return TrainedRun(recipe=recipe, network=network, processor=processor, checkpoint=path, step=_step(path, stored))
 
 

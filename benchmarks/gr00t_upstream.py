@@ -6,7 +6,9 @@
 Nothing of it is imported by the code of this repository. Sizes are the plain values of `GR00TN17Config.to_dict`.
 """
 
+import json
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -109,3 +111,35 @@ def stock_optimizer(network: nn.Module, *, lr: float, weight_decay: float, eps: 
         {"params": [p for name, p in named if name not in decay], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), eps=eps)
+
+
+def train(folder: Path) -> list[float]:
+    """Train from weights.safetensors on the batches of a folder by its settings.json; the loss of every step."""
+    from safetensors.torch import load_file
+
+    settings = json.loads((folder / "settings.json").read_text())
+    network = upstream_network(json.loads((folder / "sizes.json").read_text()))
+    load_tensors(network, load_file(folder / "weights.safetensors"))
+    network.train()
+    optimizer = stock_optimizer(network, lr=0.0, weight_decay=settings["weight_decay"], eps=settings["eps"])
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    losses = []
+    for rate, file in zip(settings["rates"], sorted(folder.glob("batch-*.safetensors")), strict=True):
+        batch = load_file(file)
+        value = loss(network, batch, batch.pop("noise"), batch.pop("time"))
+        optimizer.zero_grad()
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(trained, settings["clip"])
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        losses.append(value.item())
+    return losses
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] != ["train"]:
+        raise SystemExit(__doc__)
+    target = Path(sys.argv[2])
+    torch.set_num_threads(1)
+    (target / "curve.json").write_text(json.dumps(train(target)))

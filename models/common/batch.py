@@ -37,3 +37,10 @@ class Batch(Protocol):
 
     @property
     def inputs(self) -> Mapping[str, Tensor]: ...
+
+
+class MixedBatch(Batch, Protocol):
+    """A batch whose samples are from several datasets. dataset: int64 [B], which one."""
+
+    @property
+    def dataset(self) -> Tensor: ...

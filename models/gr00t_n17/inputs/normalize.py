@@ -4,7 +4,7 @@ Every map keeps the precision it is given: measured values are float32, relative
 float64, so differences and quotients are formed in float64 and rounded to the values' precision before the next step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
@@ -123,3 +123,31 @@ class Statistics:
             if groups or section != "relative_action":
                 out[section] = {g: {name: v.tolist() for name, v in numbers.items()} for g, numbers in groups.items()}
         return out
+
+
+def merged(statistics: Sequence[Statistics], weights: Sequence[float]) -> Statistics:
+    """Statistics of several datasets of one embodiment, as the released trainer merges them.
+
+    Extremes and percentiles are the outermost ones; mean and deviation are those of the mixture with these weights.
+    All must have the same groups.
+    """
+    share = np.asarray(weights, np.float64) / np.sum(weights)
+
+    def one(numbers: Sequence[Numbers]) -> Numbers:
+        outer = {name: np.min([n[name] for n in numbers], axis=0) for name in ("min", "q01")}
+        outer |= {name: np.max([n[name] for n in numbers], axis=0) for name in ("max", "q99")}
+        mean, square = np.zeros_like(numbers[0]["mean"]), np.zeros_like(numbers[0]["mean"])
+        for weight, n in zip(share, numbers, strict=True):
+            mean, square = mean + weight * n["mean"], square + weight * (n["std"] ** 2 + n["mean"] ** 2)
+        found = {**outer, "mean": mean, "std": np.sqrt(np.maximum(square - mean**2, 0))}
+        return {name: found[name] for name in FIELDS}
+
+    return Statistics(
+        **{
+            section: {
+                group: one([getattr(each, section)[group] for each in statistics])
+                for group in getattr(statistics[0], section)
+            }
+            for section in ("state", "action", "relative_action")
+        }
+    )

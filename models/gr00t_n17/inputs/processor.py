@@ -189,6 +189,11 @@ class Processor:
         return self.modalities.horizon
 
     @property
+    def parts(self) -> "tuple[Processor, ...]":
+        """One processor for each dataset: this one, as a mixture of one."""
+        return (self,)
+
+    @property
     def active_slots(self) -> tuple[int, ...]:
         """Slots of the per-embodiment layers that samples of this processor use."""
         return (self.embodiment_id,)
@@ -246,13 +251,13 @@ class Processor:
             raise ValueError(f"the state has {values.shape[1]} time steps, the model reads 1; use window [0] for it")
         if self.processor_config.exclude_state:
             values = np.zeros_like(values)
-        out = {"state": _padded(values, 1, self.config.max_state_dim)}
+        out = {"state": padded(values, 1, self.config.max_state_dim)}
         if not action:
             return out
         values = self.state_action.action({key: value.numpy() for key, value in action.items()}, states)
         if values.shape[1] != self.horizon:
             raise ValueError(f"the batch has {values.shape[1]} action steps, the processor's horizon is {self.horizon}")
-        out["action"] = _padded(values, self.config.action_horizon, self.config.max_action_dim)
+        out["action"] = padded(values, self.config.action_horizon, self.config.max_action_dim)
         mask = torch.zeros_like(out["action"])
         mask[:, : self.horizon, : self.state_action.action_dim] = 1.0
         if self.processor_config.mask_padded_steps:
@@ -343,19 +348,24 @@ class Processor:
 
 def image_tokens(settings: ImageSettings, images: Sequence[Any]) -> list[int]:
     """Tokens of each image of a sample, time-major and then in the order of the cameras' frames [B, T, ...]."""
-    sizes = [_frame_size(frames) for frames in images]
-    times = (images[0] if isinstance(images[0], Tensor) else images[0].data).shape[1]
-    return [plan.tokens for plan in plan_cameras(settings, sizes)] * times
+    plans = plan_cameras(settings, [frame_size(frames) for frames in images])
+    return [plan.tokens for plan in plans] * num_times(images[0])
 
 
-def _frame_size(images: Any) -> tuple[int, int]:
+def frame_size(images: Any) -> tuple[int, int]:
     """(height, width) of frames uint8 [B, T, H, W, 3], or of colour planes that say their size."""
     if isinstance(images, Tensor):
         return images.shape[2], images.shape[3]
     return images.height, images.width
 
 
-def _padded(values: np.ndarray, rows: int, width: int) -> Tensor:
+def num_times(images: Any) -> int:
+    """T of frames or colour planes [B, T, ...]."""
+    shape = images.shape if isinstance(images, Tensor) else images.data.shape
+    return int(shape[1])
+
+
+def padded(values: np.ndarray, rows: int, width: int) -> Tensor:
     """float32 [B, T, D] at the front of zeros [B, rows, width]."""
     out = torch.zeros(len(values), rows, width)
     out[:, : values.shape[1], : values.shape[2]] = torch.from_numpy(values)

@@ -9,6 +9,7 @@ from models.gr00t_n17.inputs.embodiments import merge
 from models.gr00t_n17.inputs.image_settings import image_options
 
 if TYPE_CHECKING:
+    from models.gr00t_n17.inputs.mixed import MixedProcessor
     from models.gr00t_n17.inputs.processor import Processor
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ def settings_of(kwargs: Mapping[str, Any], ours: Mapping[str, Any] | None = None
     return settings
 
 
-def to_file(processor: "Processor", base: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def to_file(processor: "Processor | MixedProcessor", base: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Content of processor_config.json.
 
     Args:
@@ -78,7 +79,7 @@ def to_file(processor: "Processor", base: Mapping[str, Any] | None = None) -> di
     kwargs |= {
         "modality_configs": {
             **kwargs.get("modality_configs", {}),
-            processor.embodiment: processor.modalities.to_config(),
+            **{part.embodiment: part.modalities.to_config() for part in processor.parts},
         },
         "color_jitter_params": dict(zip(_JITTER, jitter, strict=True)) if jitter else None,
         "model_name": config.model_name,
@@ -86,17 +87,17 @@ def to_file(processor: "Processor", base: Mapping[str, Any] | None = None) -> di
         "max_action_dim": config.max_action_dim,
         "max_action_horizon": config.action_horizon,
     }
-    described = processor.to_dict()
+    described = processor.parts[0].to_dict()
     ours = {"processor": described["processor"], "tokenizer": described["tokenizer"]}
     file = {**base, "processor_class": "Gr00tN1d7Processor", "processor_kwargs": kwargs, OURS: ours}
     return dict(json.loads(json.dumps(file)))
 
 
-def statistics_file(processor: "Processor", base: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Content of statistics.json: the processor's embodiment replaces the one of that name in `base`."""
-    return {**dict(base or {}), processor.embodiment: processor.statistics.to_dict()}
+def statistics_file(processor: "Processor | MixedProcessor", base: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Content of statistics.json: the processor's embodiments replace those of their names in `base`."""
+    return {**dict(base or {}), **{part.embodiment: part.statistics.to_dict() for part in processor.parts}}
 
 
-def embodiment_file(processor: "Processor", base: Mapping[str, int] | None = None) -> dict[str, int]:
+def embodiment_file(processor: "Processor | MixedProcessor", base: Mapping[str, int] | None = None) -> dict[str, int]:
     """Content of embodiment_id.json: `base`, the released tags it does not name, and the processor's own."""
-    return {**merge(base or {}), processor.embodiment: processor.embodiment_id}
+    return {**merge(base or {}), **{part.embodiment: part.embodiment_id for part in processor.parts}}

@@ -148,7 +148,12 @@ class PromptBuilder:
 
         With `multiple` the longest prompt is rounded up to it: few shapes, so that a compiled network is kept.
         """
-        rows = [self.ids(text, image_tokens) for text in texts]
+        return self.padded([self.ids(text, image_tokens) for text in texts], texts, length=length, multiple=multiple)
+
+    def padded(
+        self, rows: Sequence[Tensor], texts: Sequence[str], *, length: int | None = None, multiple: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        """`batch` of the ids of each prompt; the texts are for the message of one that does not fit."""
         longest = max(len(row) for row in rows)
         if length is not None and longest > length:
             text = texts[[len(row) for row in rows].index(longest)]

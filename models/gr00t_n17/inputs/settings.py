@@ -12,14 +12,6 @@ class ProcessorConfig:
     """Image recipe A: length of the shorter side. Null is recipe B, which squashes to `image_target_size`."""
     crop_fraction: float | None = 0.95
     """Share of each side the crop keeps; null takes `image_crop_size` over `image_target_size`, or crops nothing."""
-    image_target_size: tuple[int, int] | None = None
-    image_crop_size: tuple[int, int] | None = None
-    random_crop: bool = True
-    """False crops the centre in training too, as it is done in deployment."""
-    letter_box_transform: bool = False
-    """Pad frames with black to a square before anything else."""
-    random_rotation_angle: float | None = None
-    """Largest rotation in degrees, either way, one angle for all images of a sample."""
     color_jitter: tuple[float, float, float, float] | None = None
     """Strength of brightness, contrast, saturation, hue; the stock fine-tuning script uses (0.3, 0.4, 0.5, 0.08)."""
     image_target_size: tuple[int, int] | None = None
@@ -29,9 +21,9 @@ class ProcessorConfig:
     letter_box_transform: bool = False
     """Pad frames with black to a square before anything else."""
     random_rotation_angle: float | None = None
-    """Largest angle of rotation in training, in degrees."""
+    """Largest angle of rotation in training in degrees, either way; one angle for all images of a sample."""
     random_crop: bool = True
-    """False crops the centre in training too."""
+    """False crops the centre in training too, as it is done in deployment."""
     min_pixels: int = 65536
     max_pixels: int = 16777216
     duplicate_frames: bool = True
@@ -83,12 +75,6 @@ class ProcessorConfig:
                 f"prompt_multiple={self.prompt_multiple}, prompt_length={self.prompt_length}: give a multiple of at "
                 "least 1 or one fixed length, not both"
             )
-        for key in ("image_target_size", "image_crop_size"):
-            size = getattr(self, key)
-            if size is not None:
-                object.__setattr__(self, key, tuple(int(value) for value in size))
-                if len(size) != 2 or min(size) < 1:
-                    problems.append(f"{key}={tuple(size)}: [height, width] of at least 1, or null")
         if not 0 < self.min_pixels <= self.max_pixels:
             problems.append(f"min_pixels={self.min_pixels}, max_pixels={self.max_pixels}: 0 < min_pixels <= max_pixels")
         if not 0 <= self.state_dropout_prob < 1:

@@ -8,15 +8,17 @@ from recipes.parts import checkpoint_folder, parts
 from recipes.schema import Recipe
 from recipes.schema_data import PartConfig
 from recipes.schema_model import ModalityConfig
-from recipes.sources import batch_cameras, modality
+from recipes.sources import batch_cameras, modality, own_cameras, span
+from recipes.statistics import relative_statistics
 
 if TYPE_CHECKING:
     from knonik import Dataset
     from models.gr00t_n17.inputs.processor import Processor
 
 
-def build_processor(recipe: Recipe, datasets: "list[Dataset]") -> "Processor":
-    """Processor with the datasets' own statistics; what the recipe leaves open is the checkpoint's.
+def build_processor(recipe: Recipe, datasets: "list[Dataset]") -> Any:
+    """`Processor` with the dataset's own statistics, or `MixedProcessor` of several; what the recipe leaves open is the
+    checkpoint's.
 
     Args:
         recipe: with its weights named by their folder.
@@ -25,10 +27,18 @@ def build_processor(recipe: Recipe, datasets: "list[Dataset]") -> "Processor":
     words = tokenizer(recipe, datasets)
     names = batch_cameras(recipe, datasets)
     built = [
-        _of_part(recipe, part, dataset, _own_cameras(part, dataset, names), words)
+        _of_part(recipe, part, dataset, own_cameras(part, dataset, names), words)
         for part, dataset in zip(parts(recipe), datasets, strict=True)
     ]
-    return built[0]
+    if recipe.data.mixture is None:
+        return built[0]
+    from models.gr00t_n17.inputs.mixed import MixedProcessor
+
+    weights = [
+        part.weight or len(dataset.anchors(span(recipe, dataset)))
+        for part, dataset in zip(parts(recipe), datasets, strict=True)
+    ]
+    return MixedProcessor(built, weights)
 
 
 def tokenizer(recipe: Recipe, datasets: "list[Dataset]") -> Any:
@@ -52,12 +62,6 @@ def group_settings(groups: ModalityConfig | None) -> dict[str, Any] | None:
     return {name: value for name, value in dataclasses.asdict(groups).items() if value is not None}
 
 
-def _own_cameras(part: PartConfig, dataset: "Dataset", names: tuple[str, ...]) -> tuple[str, ...]:
-    """The batch's cameras that a part has."""
-    own = dataset.cameras if part.cameras is None else part.cameras
-    return tuple(name for name in names if name in own)
-
-
 def _of_part(
     recipe: Recipe, part: PartConfig, dataset: "Dataset", cameras: tuple[str, ...], tokenizer: Any
 ) -> "Processor":
@@ -73,6 +77,7 @@ def _of_part(
             statistics={name: dataset.statistics(name) for name in (*part.state, *part.action)},
             modality=modality(part, dataset),
             groups=group_settings(part.groups),
+            relative=lambda modalities: relative_statistics(dataset, modalities, fps=recipe.data.fps),
         ),
         horizon=part.horizon,
         embodiment=part.embodiment,

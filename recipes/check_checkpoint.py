@@ -1,15 +1,12 @@
 """Settings that a checkpoint on this machine overrules: those of a recipe that could only be ignored are problems."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from recipes.load import flatten
 from recipes.parse import misfits
 from recipes.parts import DEFAULT_EMBODIMENT, checkpoint_folder, parts
 from recipes.schema import Recipe
-
-if TYPE_CHECKING:
-    from models.gr00t_n17.config import GR00TN17Config
 
 # Fields of config.json that change how a network is trained or sampled, and no shape of its weights.
 _FREE = (
@@ -44,18 +41,20 @@ def processor_settings(recipe: Recipe, tag: str | None = None) -> dict[str, Any]
     return {**stored.settings, **recipe.model.processor}
 
 
-def architecture_problems(recipe: Recipe, config: "GR00TN17Config") -> list[str]:
-    """Sizes in `model.config` that are not the checkpoint's, whose weights would not fit."""
-    folder = checkpoint_folder(recipe)
-    if folder is None:
-        return []
-    stored, asked = flatten(folder.config.to_dict()), flatten(config.to_dict())
-    given = flatten(dict(recipe.model.config))
+def architecture_problems(recipe: Recipe) -> list[str]:
+    """Sizes in `model.config` that are not those of the checkpoint's weights, and files of its that are damaged."""
+    try:
+        folder = checkpoint_folder(recipe)
+        if folder is None:
+            return []
+        stored = flatten(folder.config.to_dict())
+    except (ValueError, OSError) as error:
+        return [f"model.weights: {error}"]
     return [
-        f"model.config.{name}: {asked.get(name)!r} is not the checkpoint's {stored.get(name)!r}, whose weights have "
-        "that shape; leave it out"
-        for name in given
-        if name not in _FREE and asked.get(name) != stored.get(name)
+        f"model.config.{name}: {value!r} is not the checkpoint's {stored[name]!r}, whose weights have that shape; "
+        "leave it out"
+        for name, value in flatten(dict(recipe.model.config)).items()
+        if name in stored and name not in _FREE and value != stored[name]
     ]
 
 

@@ -85,6 +85,8 @@ def _disk(recipe: Recipe, is_local: bool) -> list[str]:
 
 def _episodes(recipe: Recipe, number: int, part: PartConfig, dataset: Any) -> tuple[list[str], Any]:
     """Episodes, frame ranges and the held-out share; and the dataset that is left to train on, where there is one."""
+    if part.episodes == ():
+        return [], None  # reported already
     length = dict(zip(dataset.episodes.ids.tolist(), dataset.episodes.length.tolist(), strict=True))
     absent = [episode for episode in part.episodes or () if episode not in length]
     if absent:

@@ -21,7 +21,7 @@ def model_problems(recipe: Recipe) -> list[str]:
     from recipes.build import model_config
 
     problems = [*_idle_keys(recipe), *_weights(recipe), *processor_problems(recipe)]
-    wrong = misfits(GR00TN17Config, recipe.model.config, "model.config")
+    wrong = misfits(GR00TN17Config, recipe.model.config, "model.config") or architecture_problems(recipe)
     if wrong:
         return [*problems, *wrong]
     try:
@@ -30,7 +30,6 @@ def model_problems(recipe: Recipe) -> list[str]:
         return [*problems, *(f"model.config: {line}" for line in str(error).splitlines())]
     return [
         *problems,
-        *architecture_problems(recipe, config),
         *_horizon(recipe, config),
         *_slots(recipe, config),
         *_precision(recipe, config),

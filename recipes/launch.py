@@ -1,4 +1,4 @@
-"""Command line: `python -m recipes train|show|check|eval`. The only place that prints, and the only `main`.
+"""Command line: `python -m recipes train|show|check|eval|export`. The only place that prints, and the only `main`.
 
 Heavy libraries are imported inside the commands that need them: `--help`, `show` and errors in a recipe answer at
 once.
@@ -32,6 +32,9 @@ _TABLE = (
     ("tflops_per_device", "TFLOP/s per device", "{:.4f}"),
     ("mfu", "MFU", "{:.1%}"),
     ("peak_rss_gb", "peak memory", "{:.2f} GB"),
+    ("val_loss", "loss, held-out episodes", "{:.4f}"),
+    ("val_loss_best", "  ... lowest of the run", "{:.4f}"),
+    ("val_action_mae", "action error, held-out, mean abs.", "{:.4f}"),
     ("episodes_evaluated", "held-out layouts", "{:,}"),
     ("success_rate_untrained", "success, untrained", "{:.1%}"),
     ("success_rate", "success, trained", "{:.1%}"),
@@ -51,6 +54,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
         stream=sys.stderr,
     )
     logging.getLogger("botocore").setLevel(logging.WARNING)  # it tells at every start where it found its credentials
+    logging.getLogger("models.gr00t_n17.config").addFilter(_Once())  # a config file is looked at several times
     try:
         code = _COMMANDS[arguments.command](arguments, started_at)
     except RecipeError as error:
@@ -61,6 +65,20 @@ def main(argv: list[str] | None = None) -> NoReturn:
         print("interrupted", file=sys.stderr)
         code = 128 + signal.SIGINT
     sys.exit(code)
+
+
+class _Once(logging.Filter):
+    """Lets every message through once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        new = message not in self._seen
+        self._seen.add(message)
+        return new
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -79,6 +97,16 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument("--allow-drift", action="store_true", help="continue a run with a changed recipe")
     sub = commands.add_parser("eval", help="evaluate the newest checkpoint of a run", description="closed loop")
     sub.add_argument("run", type=Path, help="run folder")
+    text = "write a run's weights as a checkpoint folder in the released layout"
+    sub = commands.add_parser("export", help=text, description=text)
+    sub.add_argument("run", type=Path, help="run folder")
+    sub.add_argument("folder", type=Path, help="folder to make")
+    sub.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights")
+    which = sub.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, help="checkpoint of this step instead of the newest")
+    which.add_argument(
+        "--checkpoint", type=Path, help="a checkpoint by its path: a file, or the folder of a sharded one"
+    )
     return parser
 
 
@@ -131,7 +159,25 @@ def _eval(arguments: argparse.Namespace, started_at: float) -> int:
     return 0
 
 
-_COMMANDS = {"show": _show, "check": _check, "train": _train, "eval": _eval}
+def _export(arguments: argparse.Namespace, started_at: float) -> int:
+    from recipes.export import export_run
+
+    try:
+        written = export_run(
+            arguments.run,
+            arguments.folder,
+            dtype=arguments.dtype,
+            step=arguments.step,
+            checkpoint=arguments.checkpoint,
+        )
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(json.dumps(written, indent=2))
+    return 0
+
+
+_COMMANDS = {"show": _show, "check": _check, "train": _train, "eval": _eval, "export": _export}
 
 
 def _print_table(summary: dict[str, Any], folder: str) -> None:

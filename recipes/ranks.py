@@ -13,6 +13,11 @@ def ranks_per_node() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def rank() -> int:
+    """Number of this rank among all."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def local_rank() -> int:
     """Number of this rank on its node, and of its device."""
     return int(os.environ.get("LOCAL_RANK", "0"))

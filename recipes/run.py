@@ -23,6 +23,7 @@ from callbacks.progress import Progress
 from callbacks.run_record import RunRecord
 from callbacks.step_clock import StepClock
 from callbacks.throughput import Throughput
+from callbacks.validation import Validation
 from callbacks.window import Meter
 from recipes.checkpoint_io import AtomicCheckpointIO
 from recipes.load import to_dict
@@ -52,6 +53,7 @@ class Run:
         samples_per_epoch: size of the dataset in samples; 0 when it has no end.
         resumable: write checkpoints, and save and stop on SIGTERM, SIGUSR1 or Ctrl-C.
         gauges: reads what the loader reports about itself, logged with the other metrics.
+        measure: gives the metrics of held-out data, called as the recipe's `validation` says.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Run:
         samples_per_epoch: int,
         resumable: bool = True,
         gauges: Callable[[], Mapping[str, float]] = dict,
+        measure: Callable[[LightningModule], Mapping[str, float]] | None = None,
     ) -> None:
         # device lists and advertisements at every start; warnings still come through
         for name in ("lightning.pytorch", "lightning.fabric"):
@@ -86,6 +89,10 @@ class Run:
         # the clock stops before anything else runs; a signal is acted upon after the checkpoint that may be due
         callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         callbacks[:0] = [clock, self.metrics, Progress(self.metrics)]
+        self.validation: Validation | None = None
+        if measure is not None and recipe.validation is not None:
+            self.validation = Validation(clock, measure, recipe.validation.every_n_steps)
+            callbacks.insert(3, self.validation)  # before the checkpoint of its step, which then holds the result
         if self.preemption is not None:
             callbacks.append(self.preemption)
 
@@ -131,6 +138,7 @@ class Run:
             **self.data_wait.summary(),
             **self.mfu.summary(),
             **self.memory.summary(),
+            **(self.validation.summary() if self.validation is not None else {}),
         }
 
     def _restore_figures(self) -> None:

@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 from typing import IO, Any
 
-from recipes.load import RecipeError, diff, to_dict, to_yaml
+from recipes.load import RecipeError, diff, from_dict, to_dict, to_yaml
 from recipes.schema import Recipe
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,8 @@ FREE_KEYS = (
     "wandb",
     "metrics",
     "evaluation",
+    "validation",
+    "model.feature_cache",  # the same features, made once
     "run.torch_threads",
     "run.dir",
 )
@@ -153,7 +155,7 @@ class RunFolder:
         stored = self.recipe
         if stored is None:
             return []
-        changed = diff(stored, to_dict(recipe))
+        changed = diff(_completed(stored), to_dict(recipe))
         return [
             f"{key}: was {old!r} when the run in {self.path} began, now {new!r}"
             for key, (old, new) in changed.items()
@@ -163,3 +165,11 @@ class RunFolder:
     def changes(self, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
         """Every key that differs from the stored recipe, the free ones too."""
         return diff(self.recipe or {}, to_dict(recipe)) if self.recipe else {}
+
+
+def _completed(stored: dict[str, Any]) -> dict[str, Any]:
+    """A stored recipe with the defaults of keys that did not exist yet when its run began."""
+    try:
+        return to_dict(from_dict(stored))
+    except RecipeError:  # a key that is no more: told as a difference
+        return stored

@@ -11,7 +11,7 @@ from recipes.schema import Recipe
 from recipes.schema_data import PartConfig
 
 if TYPE_CHECKING:  # importing these takes seconds; `show` and configuration errors must not wait for them
-    from knonik import Dataset, Mixture
+    from knonik import Dataset, Mixture, Part
 
 SPLIT_SEED = 0  # which episodes are held out depends on their ids alone, also between runs of different seeds
 
@@ -65,6 +65,12 @@ def batch_cameras(recipe: Recipe, datasets: "list[Dataset]") -> tuple[str, ...]:
     return tuple(names)
 
 
+def own_cameras(part: PartConfig, dataset: "Dataset", names: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the batch's cameras that a part has."""
+    own = dataset.cameras if part.cameras is None else part.cameras
+    return tuple(name for name in names if name in own)
+
+
 def batch_columns(recipe: Recipe, section: str) -> tuple[str, ...]:
     """Columns of a batch's `state` or `action`: all that a part reads, under the datasets' own names."""
     return tuple(dict.fromkeys(name for part in parts(recipe) for name in getattr(part, section)))
@@ -78,28 +84,31 @@ def source(recipe: Recipe, datasets: "list[Dataset]") -> "Dataset | Mixture":
     """
     if recipe.data.mixture is None:
         return datasets[0]
-    from knonik import Mixture, Part
+    return _mixture(recipe, [_part(recipe, number, dataset) for number, dataset in enumerate(datasets)])
 
-    columns = {section: batch_columns(recipe, section) for section in ("state", "action")}
-    return Mixture(
-        [
-            Part(
-                dataset=dataset,
-                weight=part.weight,
-                cameras=part.cameras,
-                columns={
-                    name: getattr(part, section)[0]
-                    for section, names in columns.items()
-                    for name in names
-                    if name not in getattr(part, section)
-                },
-            )
-            for part, dataset in zip(parts(recipe), datasets, strict=True)
-        ],
-        fps=recipe.data.fps,
-        pad="zero",
-        missing_cameras=recipe.data.missing_cameras,
-    )
+
+def part_source(recipe: Recipe, number: int, dataset: "Dataset") -> "Dataset | Mixture":
+    """One dataset of the recipe alone, its batches with the names that those of `source` have."""
+    return dataset if recipe.data.mixture is None else _mixture(recipe, [_part(recipe, number, dataset)])
+
+
+def _mixture(recipe: Recipe, of: "list[Part]") -> "Mixture":
+    from knonik import Mixture
+
+    return Mixture(of, fps=recipe.data.fps, pad="zero", missing_cameras=recipe.data.missing_cameras)
+
+
+def _part(recipe: Recipe, number: int, dataset: "Dataset") -> "Part":
+    from knonik import Part
+
+    part = parts(recipe)[number]
+    columns = {
+        name: getattr(part, section)[0]
+        for section in ("state", "action")
+        for name in batch_columns(recipe, section)
+        if name not in getattr(part, section)
+    }
+    return Part(dataset=dataset, weight=part.weight, cameras=part.cameras, columns=columns)
 
 
 def num_anchors(recipe: Recipe, datasets: "list[Dataset]") -> int:

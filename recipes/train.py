@@ -16,7 +16,8 @@ from recipes.build import build_datamodule, build_module, build_network, with_lo
 from recipes.build_processor import build_processor
 from recipes.check import batch_size_per_rank
 from recipes.evaluate import closed_loop, swapped
-from recipes.ranks import is_first, world_size
+from recipes.held_out import build_validation
+from recipes.ranks import is_first, rank, world_size
 from recipes.run import Run, set_torch_threads
 from recipes.run_folder import RunFolder
 from recipes.schema import Recipe
@@ -79,9 +80,21 @@ def _train_policy(
                 folder.path / UNTRAINED_FILE,
                 lambda: {"success_rate_untrained": closed_loop(recipe, network, processor)["success_rate"]},
             )
-    data = build_datamodule(recipe, datasets, processor, batch_size_per_rank(recipe, world_size()))
-    anchors = num_anchors(recipe, datasets)
-    run = Run(recipe, folder, StepClock(started_at), samples_per_epoch=anchors, gauges=data.gauges)
+    batch_size = batch_size_per_rank(recipe, world_size())
+    data = build_datamodule(recipe, datasets, processor, batch_size)
+    measure = None
+    if recipe.validation is not None:
+        share = {"rank": rank(), "world_size": world_size()}
+        validation = build_validation(recipe, whole, processor, batch_size=batch_size, **share)
+        measure = lambda module: validation.measure(module.network)  # noqa: E731
+    run = Run(
+        recipe,
+        folder,
+        StepClock(started_at),
+        samples_per_epoch=num_anchors(recipe, datasets),
+        gauges=data.gauges,
+        measure=measure,
+    )
     if is_first():
         held_out = [
             sorted(set(all_of.episodes.ids.tolist()) - set(dataset.episodes.ids.tolist()))

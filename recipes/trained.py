@@ -13,6 +13,7 @@ from recipes.run_folder import RunFolder
 from recipes.schema import Recipe
 
 if TYPE_CHECKING:
+    from models.gr00t_n17.inputs.mixed import MixedProcessor
     from models.gr00t_n17.inputs.processor import Processor
     from models.gr00t_n17.network import GR00TN17
 
@@ -28,7 +29,7 @@ class TrainedRun:
 
     recipe: Recipe
     network: "GR00TN17"
-    processor: "Processor"
+    processor: "Processor | MixedProcessor"
     checkpoint: Path
     step: int
 
@@ -45,7 +46,7 @@ def load_run(run: Path, *, step: int | None = None, checkpoint: Path | None = No
         ValueError: no run folder, no such checkpoint, or one that does not fit its recipe.
     """
     from models.gr00t_n17.checkpoint.trained import load_trained
-    from models.gr00t_n17.inputs.processor import Processor
+    from models.gr00t_n17.inputs.mixed import load_processor
     from models.gr00t_n17.lora import merge_lora
     from recipes.build import build_network, with_local_weights
 
@@ -54,7 +55,7 @@ def load_run(run: Path, *, step: int | None = None, checkpoint: Path | None = No
     file = run / PROCESSOR_FILE
     if not file.is_file():
         raise ValueError(f"{run} has no {PROCESSOR_FILE}; a run writes it before its first step")
-    processor = Processor.from_dict(json.loads(file.read_text()))
+    processor = load_processor(json.loads(file.read_text()))
     recipe = with_local_weights(_with_backbone(recipe))
     network = build_network(recipe)
     stored = read_checkpoint(path)

@@ -20,6 +20,7 @@ from models.gr00t_n17.checkpoint.shards import SHARD_BYTES, new_folder, save_che
 from models.gr00t_n17.checkpoint.stored import StoredTensors
 from models.gr00t_n17.checkpoint.weights import EMBEDDING_SUFFIX, HEAD_SUFFIX
 from models.gr00t_n17.config import BackboneConfig, GR00TN17Config
+from models.gr00t_n17.inputs.mixed import MixedProcessor
 from models.gr00t_n17.inputs.processor import Processor
 from models.gr00t_n17.network import GR00TN17
 from models.gr00t_n17.slots import is_slot_tensor, merge_rows
@@ -34,7 +35,7 @@ _LATER = {"strict_action_padding_mask": False}  # keys younger than the released
 
 def export(
     network: GR00TN17,
-    processor: Processor,
+    processor: Processor | MixedProcessor,
     folder: str | Path,
     *,
     dtype: str = "bfloat16",
@@ -89,7 +90,7 @@ def export(
 
 
 def side_files(
-    config: GR00TN17Config, processor: Processor, dtype: str, base: CheckpointFolder | None
+    config: GR00TN17Config, processor: Processor | MixedProcessor, dtype: str, base: CheckpointFolder | None
 ) -> dict[str, Mapping[str, Any]]:
     """Content of the JSON files by name."""
     return {

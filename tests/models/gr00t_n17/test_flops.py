@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from models.gr00t_n17.config import GR00TN17Config
 from models.gr00t_n17.flops import count_flops, step_flops
+from models.gr00t_n17.lora import LoraConfig, add_lora
 from models.gr00t_n17.network import GR00TN17
 
 BATCH = 2
@@ -49,6 +50,7 @@ def counted(network: GR00TN17, draws: int, pixel_width: int) -> tuple[int, int]:
         {"tune_llm": False, "tune_visual": False, "tune_top_llm_layers": 1},
         {"tune_llm": False, "tune_visual": False, "tune_vlln": False},
         {"tune_llm": False, "tune_visual": False, "tune_diffusion_model": False},
+        {"tune_llm": False, "tune_visual": False, "tune_projector": False},
     ],
     ids=lambda switches: ",".join(switches) or "all tuned",
 )
@@ -58,6 +60,25 @@ def test_formulas_agree_with_the_counter(switches: dict[str, Any], draws: int) -
     ours = count_flops(network.config, image_grids=GRIDS, sequence_length=len(IDS), batch_size=BATCH, draws=draws)
     assert ours.forward_total == pytest.approx(forward, rel=0.01)
     assert ours.training_total == pytest.approx(training, rel=0.01)
+
+
+@pytest.mark.parametrize("targets", [("dit",), ("vl_self_attention",), ("llm",), ("vision",), ("vision", "llm", "dit")])
+def test_formulas_agree_with_the_counter_on_adapters(targets: tuple[str, ...]) -> None:
+    network = GR00TN17(GR00TN17Config.tiny(tune_llm=False, tune_visual=False), slots=(1,))
+    add_lora(network, LoraConfig(targets=targets, rank=8), seed=0)
+    _, training = counted(network, 1, 1536)
+    ours = step_flops(network, image_grids=GRIDS, sequence_length=len(IDS), batch_size=BATCH)
+    assert ours == pytest.approx(training, rel=0.01)
+    with pytest.raises(ValueError, match=r"adapters on \['head'\]"):
+        count_flops(network.config, image_grids=GRIDS, sequence_length=len(IDS), adapters={"head": 8})
+
+
+def test_cached_features_leave_the_head() -> None:
+    network = GR00TN17(GR00TN17Config.tiny(tune_llm=False, tune_visual=False))
+    given = {"image_grids": GRIDS, "sequence_length": len(IDS), "batch_size": BATCH}
+    whole = count_flops(network.config, **given)
+    cached = step_flops(network, **given, cached_features=True)
+    assert cached == whole.training_total - whole.training["vit"] - whole.training["llm"]
 
 
 def test_still_frames_halve_the_patch_product() -> None:

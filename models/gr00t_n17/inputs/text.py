@@ -1,5 +1,6 @@
 """Instructions to prompt token ids: clean-up, the chat form of the backbone, word-level and released tokenizers."""
 
+import json
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -91,12 +92,35 @@ class ReleasedTokenizer:
                 f"that is trained from scratch ({error})"
             ) from error
         self.source = source
+        self.chat_template: str | None = self._tokenizer.chat_template or _processor_template(Path(source))
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
+    def token(self, token_id: int) -> str | None:
+        """The token of an id, None where there is none."""
+        return self._tokenizer.convert_ids_to_tokens(token_id) if token_id < len(self._tokenizer) else None
+
+    def render(self, text: str, num_images: int) -> str:
+        """One user turn, images first, in the tokenizer's own chat template, no generation prompt."""
+        content = [{"type": "image"}] * num_images + [{"type": "text", "text": text}]
+        return str(
+            self._tokenizer.apply_chat_template(
+                [{"role": "user", "content": content}],
+                chat_template=self.chat_template,
+                tokenize=False,
+                add_generation_prompt=False,
+            )
+        )
+
     def to_dict(self) -> dict[str, Any]:
         return {"kind": "released", "source": self.source}
+
+
+def _processor_template(folder: Path) -> str | None:
+    """The chat template where a folder keeps it for the processor instead of for the tokenizer."""
+    path = folder / "chat_template.json"
+    return json.loads(path.read_text())["chat_template"] if path.is_file() else None
 
 
 def load_tokenizer(values: Mapping[str, Any]) -> Tokenizer:
@@ -114,10 +138,14 @@ def special_ids(backbone: BackboneConfig) -> dict[str, int]:
 
 
 class PromptBuilder:
-    """One user turn, images first: im_start user NL, per image vision_start image_pad... vision_end, text, im_end NL.
+    """One user turn, images first, rendered by the chat template of a released tokenizer.
 
-    The pieces between special tokens are encoded one by one: a special token splits the text for every tokenizer here,
-    so this gives the ids of the rendered string. Ids are cached per (text, image token counts): tasks are few.
+    Without one: im_start user NL, per image vision_start image_pad... vision_end, text, im_end NL, which is what that
+    template gives. Special tokens split a text, so pieces between them are encoded one by one, with the ids of the
+    rendered string. Ids are cached per (text, image token counts): tasks are few.
+
+    Raises:
+        ValueError: tokenizer and network give other ids to the same special token.
     """
 
     def __init__(self, tokenizer: Tokenizer, backbone: BackboneConfig, *, formalize_language: bool) -> None:
@@ -125,6 +153,8 @@ class PromptBuilder:
         self.backbone = backbone
         self.formalize_language = formalize_language
         self._cache: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+        if isinstance(tokenizer, ReleasedTokenizer):
+            _check_special(tokenizer, backbone)
 
     def ids(self, text: str, image_tokens: Sequence[int]) -> Tensor:
         """int64 [S] of one prompt; `image_tokens` holds the token count of each image in order."""
@@ -132,14 +162,33 @@ class PromptBuilder:
         if key not in self._cache:
             if len(self._cache) >= 100_000:  # free-form texts must not grow the memory of a long run
                 self._cache.clear()
-            b = self.backbone
-            ids = [b.im_start_token_id, *self.tokenizer.encode("user\n")]
-            for count in image_tokens:
-                ids += [b.vision_start_token_id, *[b.image_token_id] * count, b.vision_end_token_id]
-            ids += self.tokenizer.encode(formalize(text) if self.formalize_language else text)
-            ids += [b.im_end_token_id, *self.tokenizer.encode("\n")]
+            cleaned = formalize(text) if self.formalize_language else text
+            templated = isinstance(self.tokenizer, ReleasedTokenizer) and self.tokenizer.chat_template is not None
+            ids = self._templated(cleaned, image_tokens) if templated else self._plain(cleaned, image_tokens)
             self._cache[key] = torch.tensor(ids, dtype=torch.int64)
         return self._cache[key]
+
+    def _plain(self, text: str, image_tokens: Sequence[int]) -> list[int]:
+        b, encode = self.backbone, self.tokenizer.encode
+        ids = [b.im_start_token_id, *encode("user\n")]
+        for count in image_tokens:
+            ids += [b.vision_start_token_id, *[b.image_token_id] * count, b.vision_end_token_id]
+        return [*ids, *encode(text), b.im_end_token_id, *encode("\n")]
+
+    def _templated(self, text: str, image_tokens: Sequence[int]) -> list[int]:
+        assert isinstance(self.tokenizer, ReleasedTokenizer)
+        image = self.tokenizer.token(self.backbone.image_token_id)
+        assert image is not None
+        first, *others = self.tokenizer.render(text, len(image_tokens)).split(image)
+        if len(others) != len(image_tokens):
+            raise ValueError(
+                f"the chat template of {self.tokenizer.source!r} gives {len(others)} image tokens {image} for "
+                f"{len(image_tokens)} images; name a tokenizer of the backbone in processor.tokenizer"
+            )
+        ids = self.tokenizer.encode(first)
+        for count, piece in zip(image_tokens, others, strict=True):
+            ids += [self.backbone.image_token_id] * count + self.tokenizer.encode(piece)
+        return ids
 
     def batch(
         self, texts: Sequence[str], image_tokens: Sequence[int], *, length: int | None = None, multiple: int = 1
@@ -168,6 +217,25 @@ class PromptBuilder:
             input_ids[i, size - len(row) :] = row
             attention_mask[i, size - len(row) :] = 1
         return input_ids, attention_mask
+
+
+def _check_special(tokenizer: ReleasedTokenizer, backbone: BackboneConfig) -> None:
+    """A tokenizer of another model would train without a word said: images would be no images to the network."""
+    expected = {
+        "im_start_token_id": "<|im_start|>",
+        "im_end_token_id": "<|im_end|>",
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
+        "image_token_id": "<|image_pad|>",
+    }
+    wrong = {name: tokenizer.token(getattr(backbone, name)) for name in expected}
+    wrong = {name: token for name, token in wrong.items() if token != expected[name]}
+    if wrong:
+        found = ", ".join(f"{name}={getattr(backbone, name)} is {token!r}" for name, token in wrong.items())
+        raise ValueError(
+            f"the tokenizer {tokenizer.source!r} does not fit the backbone: {found}; expected are "
+            f"{[expected[name] for name in wrong]}. Name the backbone's own tokenizer in processor.tokenizer"
+        )
 
 
 def _split(text: str) -> list[str]:

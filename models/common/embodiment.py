@@ -19,7 +19,12 @@ def shared_category(ids: Category) -> Category:
 
 
 class CategorySpecificLinear(nn.Module):
-    """y = x @ W[id] + b[id] for x [B, T, in]; parameters W [num_categories, in, out] and b [num_categories, out]."""
+    """y = x @ W[id] + b[id] for x [B, T, in]; parameters W [num_categories, in, out] and b [num_categories, out].
+
+    Ids lie in 0..num_categories - 1; those on a device are not read, so that no check waits for it.
+    """
+
+    MAX_PRODUCTS = 8
 
     def __init__(self, num_categories: int, input_dim: int, output_dim: int) -> None:
         super().__init__()
@@ -35,6 +40,12 @@ class CategorySpecificLinear(nn.Module):
         self.b.zero_()
 
     def forward(self, x: Tensor, category: Category) -> Tensor:
+        if isinstance(category, Tensor) and len(self.W) <= min(self.MAX_PRODUCTS, len(x)):
+            # Few weight sets: all of them on all samples costs less than one copy of the weights for each sample.
+            y = self.forward(x, 0)
+            for row in range(1, len(self.W)):
+                y = torch.where((category == row).view(-1, 1, 1), self.forward(x, row), y)
+            return y
         if isinstance(category, int):
             # Product and bias stay separate operations: under autocast the float32 bias promotes the result.
             return x.to(self.W.dtype) @ self.W[category] + self.b[category]

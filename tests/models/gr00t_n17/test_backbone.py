@@ -194,6 +194,12 @@ def test_frozen_parts_build_no_graph() -> None:
     trained = {name for name, p in top.named_parameters() if p.grad is not None}
     assert trained
     assert all(name.startswith("model.model.language_model.layers.1.") for name in trained)
+    # The same gradients as when everything trains.
+    whole = GR00TN17(GR00TN17Config.tiny()).backbone
+    whole.load_state_dict(top.state_dict())
+    whole(**inputs).features.sum().backward()
+    gradients = {name: p.grad for name, p in whole.named_parameters()}
+    assert all(torch.equal(p.grad, gradients[name]) for name, p in top.named_parameters() if name in trained)
     visual = GR00TN17(GR00TN17Config.tiny(tune_llm=False)).backbone
     visual(**inputs).features.sum().backward()
     with_gradient = {name.split(".")[2] for name, p in visual.named_parameters() if p.grad is not None}

@@ -74,13 +74,20 @@ def training(network: GR00TN17, steps: int, pixel_width: int = 1536) -> Iterator
 
 @pytest.mark.parametrize(
     ("config", "pixel_width"),
-    [({}, 1536), ({}, 768), ({"tune_diffusion_model": False}, 1536), ({"tune_top_llm_layers": 1}, 1536)],
-    ids=["head", "still frames", "frozen DiT", "top layer"],
+    [
+        ({}, 1536),
+        ({}, 768),
+        ({"tune_diffusion_model": False}, 1536),
+        ({"tune_top_llm_layers": 1}, 1536),
+        ({"tune_llm": True, "tune_projector": False}, 1536),
+        ({"tune_visual": True}, 1536),
+    ],
+    ids=["head", "still frames", "frozen DiT", "top layer", "language model", "vision"],
 )
 def test_lean_equals_stock_bit_for_bit_over_five_steps(config: dict[str, Any], pixel_width: int) -> None:
     stock, lean = make_network(None, "stock", **config), make_network((SLOT,), "lean", **config)
     narrow = sum(p.dtype == torch.bfloat16 for p in lean.parameters())
-    assert narrow > 30
+    assert narrow > 10
     assert not any(p.dtype == torch.bfloat16 for p in stock.parameters())
     for (loss, gradients), (lean_loss, lean_gradients) in zip(
         training(stock, 5, pixel_width), training(lean, 5, pixel_width), strict=True

@@ -1,9 +1,10 @@
 """A network that holds some embodiment slots computes what the full one computes, and refuses the others."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.gr00t_n17.config import GR00TN17Config
 from models.gr00t_n17.network import GR00TN17, ActionHead
@@ -41,8 +42,8 @@ def make_batch(ids: torch.Tensor | int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("slots", "ids"),
-    [((2,), 2), ((2,), torch.tensor([2, 2, 2])), ((3, 1), torch.tensor([1, 3, 3])), ((1, 3), 3)],
-    ids=["one", "one as tensor", "mixed", "one of two"],
+    [((2,), 2), ((2,), torch.tensor([2, 2, 2])), ((0, 1, 2, 3), torch.tensor([1, 3, 3])), ((1, 3), 3)],
+    ids=["one", "one as tensor", "all of them mixed", "one of two"],
 )
 def test_few_slots_equal_the_full_tensors_bit_for_bit(slots: tuple[int, ...], ids: torch.Tensor | int) -> None:
     full, few = make_heads(slots)
@@ -56,6 +57,33 @@ def test_few_slots_equal_the_full_tensors_bit_for_bit(slots: tuple[int, ...], id
     for name, parameter in few.named_parameters():
         expected = pick_rows(gradients[name], few.slots) if is_slot_tensor(name) else gradients[name]
         assert torch.equal(parameter.grad, expected), name
+
+
+def test_few_mixed_slots_equal_the_gather_without_a_copy_of_the_weights_per_sample() -> None:
+    full, few = make_heads((1, 3))
+    batch = make_batch(torch.tensor([1, 3, 3]))
+
+    class Gathers(TorchDispatchMode):
+        shapes: ClassVar[list[tuple[int, ...]]] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if func.overloadpacket is torch.ops.aten.index:
+                self.shapes.append(tuple(out.shape))
+            return out
+
+    with Gathers() as seen:
+        loss = few.loss(**batch)
+        loss.backward()
+        assert not seen.shapes
+        expected = full.loss(**batch)
+        expected.backward()
+        assert (BATCH, 2 * 64, 64) in seen.shapes
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+    gradients = {name: p.grad for name, p in full.named_parameters()}
+    for name, parameter in few.named_parameters():
+        wanted = pick_rows(gradients[name], few.slots) if is_slot_tensor(name) else gradients[name]
+        torch.testing.assert_close(parameter.grad, wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_an_inactive_slot_is_refused() -> None:

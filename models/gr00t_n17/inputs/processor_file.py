@@ -95,7 +95,11 @@ def to_file(processor: "Processor | MixedProcessor", base: Mapping[str, Any] | N
 
 def statistics_file(processor: "Processor | MixedProcessor", base: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Content of statistics.json: the processor's embodiments replace those of their names in `base`."""
-    return {**dict(base or {}), **{part.embodiment: part.statistics.to_dict() for part in processor.parts}}
+    out = dict(base or {})
+    for part in processor.parts:
+        empty = {section: {} for section in out.get(part.embodiment, {})}  # sections stay, if with nothing in them
+        out[part.embodiment] = {**empty, **part.statistics.to_dict()}
+    return out
 
 
 def embodiment_file(processor: "Processor | MixedProcessor", base: Mapping[str, int] | None = None) -> dict[str, int]:

@@ -21,7 +21,7 @@ def axes(count: int) -> np.ndarray:
 
 @pytest.mark.parametrize("angle", [0.0, 1e-12, 1e-4, 0.00099, 0.00101, 0.7, 2.5, 3.1415, np.pi - 1e-9])
 def test_rotation_vectors_come_back(angle: float) -> None:
-    """Near a half turn an axis and its opposite are almost the same rotation; the vector read is still the given one."""
+    """Near a half turn an axis and its opposite are almost the same rotation; the one given is the one read."""
     vectors = axes(50) * angle
     matrix = matrix_from_rotvec(vectors)
     np.testing.assert_allclose(

@@ -133,9 +133,23 @@ def horizon_of(recipe: Recipe) -> int:
 def modality(part: PartConfig, dataset: "Dataset") -> Mapping[str, Any] | None:
     """Content of modality.json for a part: the recipe's own, or the dataset's; None where there is neither.
 
+    Its cameras go by their names in a batch.
+
     Raises:
         ValueError: the recipe's file cannot be read.
     """
+    content = _modality(part, dataset)
+    if content is None or not part.cameras or not isinstance(content.get("video"), dict):
+        return content
+    in_batch = {own: name for name, own in part.cameras.items()}
+    video = {name: dict(said or {}) for name, said in content["video"].items()}
+    for name, said in video.items():
+        own = said.get("original_key") or name
+        said["original_key"] = in_batch.get(own, own)
+    return {**content, "video": video}
+
+
+def _modality(part: PartConfig, dataset: "Dataset") -> Mapping[str, Any] | None:
     if part.modality is None:
         return dataset.modality.details if dataset.modality is not None else None
     if not isinstance(part.modality, str):

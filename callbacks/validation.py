@@ -5,6 +5,7 @@ skips the one that is due where a run continues, and takes no validation data be
 callback counts optimizer steps and runs before the checkpoint of its step, which then holds the result.
 """
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from callbacks.step_clock import StepClock
+
+logger = logging.getLogger(__name__)
 
 LOSS = "val/loss"
 
@@ -62,8 +65,11 @@ class Validation(Callback):
         # for callbacks that watch a metric; as a row of their own in the logs, which train metrics share only at times
         pl_module.log_dict(metrics, on_step=True, on_epoch=False, logger=False)
         row = {**metrics, "time/validation_s": time.perf_counter() - began}
-        for logger in trainer.loggers:
-            logger.log_metrics(row, step=step - 1)  # where Lightning puts the training metrics of this step
+        for log in trainer.loggers:
+            log.log_metrics(row, step=step - 1)  # where Lightning puts the training metrics of this step
+        if trainer.is_global_zero:
+            shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name.count("/") == 1)
+            logger.info("step %d  %s  (%.1f s)", step, shown, row["time/validation_s"])
 
     def summary(self) -> dict[str, float | int]:
         """Figures for `summary.json`: those of the last measurement, and the best loss; empty before the first."""

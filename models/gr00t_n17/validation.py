@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from models.common import draws
 from models.common.batch import Batch
+from models.gr00t_n17 import precision
 from models.gr00t_n17.network import GR00TN17
 
 
@@ -77,7 +78,7 @@ class Validation:
         device = next(network.parameters()).device
         names = self._groups()
         loss, errors = np.zeros(2), np.zeros((len(names), 3))
-        with eval_mode(network):
+        with eval_mode(network), precision.context(network):
             for batch in self.loss_batches:
                 loss += self._loss(network, batch.to(device).rgb())
             for batch in self.open_loop_batches:

@@ -133,11 +133,13 @@ class ActionHead(nn.Module):
         embodiment_id: Category,
         noise: Tensor | None = None,
         action_mask: Tensor | None = None,
+        velocity_scale: Tensor | None = None,
     ) -> Tensor:
         """Actions [B, H, Da] by Euler steps from `noise` [B, H, Da] (drawn when absent), normalised, not clipped.
 
         `action_mask` [B, H, Da] marks the real entries; only a model with `strict_action_padding_mask` reads it, and
-        needs it. Call this in eval mode: dropout would act otherwise.
+        needs it. `velocity_scale` [H, 1] multiplies the velocity: 0 keeps a row as it is in `noise`. Call this in eval
+        mode: dropout would act otherwise.
         """
         dtype = self._flow_dtype()
         category = rows_of(shared_category(embodiment_id), self.slots)
@@ -151,7 +153,9 @@ class ActionHead(nn.Module):
         def velocity(x: Tensor, bucket: int) -> Tensor:
             buckets = torch.full((len(x),), bucket, device=x.device)
             result = self._velocity(x, buckets, state_token, context, attention_mask, image_mask, category, real)
-            return result if real is None else result * real
+            for factor in (real, velocity_scale):
+                result = result if factor is None else result * factor
+            return result
 
         noise = noise.to(dtype)
         return flow_matching.euler(

@@ -49,10 +49,25 @@ def rotvec_from_matrix(matrix: Array) -> Array:
 
 
 def nearest_rotation(matrix: Array) -> Array:
-    """The rotation nearest to each [..., 3, 3], by singular values; NaN where a matrix holds one."""
-    finite = np.isfinite(matrix).all(axis=(-2, -1), keepdims=True)
-    left, _, right = np.linalg.svd(np.where(finite, matrix, np.eye(3)))
-    return np.where(finite, left @ right, np.nan)
+    """The rotation nearest to each [..., 3, 3] that is one up to a few per cent.
+
+    Each step squares the error of a matrix's orthogonality; a decomposition would cost twenty times as much.
+    """
+    for _ in range(4):
+        error = product(matrix, matrix, "ji...,jk...->ik...") - np.eye(3)
+        if not np.any(np.abs(error) > 1e-12):  # NaN stays as it is
+            break
+        matrix = matrix - 0.5 * product(matrix, error)
+    return matrix
+
+
+def product(a: Array, b: Array, indices: str = "ij...,jk...->ik...") -> Array:
+    """[..., 3, 3] of two arrays of such, by an index rule over the last two axes.
+
+    The many matrices lie along the inner loop here: `@` takes some twenty times as long for so small ones.
+    """
+    planes = (np.ascontiguousarray(np.moveaxis(matrix, (-2, -1), (0, 1))) for matrix in (a, b))
+    return np.moveaxis(np.einsum(indices, *planes), (0, 1), (-2, -1))
 
 
 def _dot(a: NDArray[np.floating], b: NDArray[np.floating]) -> NDArray[np.floating]:

@@ -10,7 +10,7 @@ from models.common.rotations import (
     Array,
     matrix_from_rot6d,
     matrix_from_rotvec,
-    nearest_rotation,
+    product,
     rot6d_from_matrix,
     rotvec_from_matrix,
 )
@@ -38,8 +38,9 @@ def to_relative(action: NDArray[np.floating], reference: NDArray[np.floating], g
         return action.astype(np.float64) - reference.astype(np.float64)[:, None]
     base, origin = _pose(reference[:, None], group.format)
     rotation, place = _pose(action, group.format)
-    inverse = np.swapaxes(base, -1, -2)
-    return _written(inverse @ rotation, _applied(inverse, place) - _applied(inverse, origin), group.format)
+    turned = product(base, rotation, "ji...,jk...->ik...")  # by the inverse, which is the transpose
+    moved = _applied(base, place, "ji...,j...->i...") - _applied(base, origin, "ji...,j...->i...")
+    return _written(turned, moved, group.format)
 
 
 def to_absolute(relative: NDArray[np.floating], reference: NDArray[np.floating], group: ActionGroup) -> Array:
@@ -48,7 +49,7 @@ def to_absolute(relative: NDArray[np.floating], reference: NDArray[np.floating],
         return reference.astype(np.float64)[:, None] + relative.astype(np.float64)
     base, origin = _pose(reference[:, None], group.format)
     rotation, place = _pose(relative, group.format)
-    return _written(base @ rotation, _applied(base, place) + origin, group.format)
+    return _written(product(base, rotation), _applied(base, place, "ij...,j...->i...") + origin, group.format)
 
 
 def relative_statistics(
@@ -106,10 +107,11 @@ def _pose(values: NDArray[np.floating], form: str) -> tuple[Array, Array]:
 
 
 def _written(rotation: Array, place: Array, form: str) -> Array:
-    rotation = nearest_rotation(rotation)
     numbers = rot6d_from_matrix(rotation) if form == "XYZ_ROT6D" else rotvec_from_matrix(rotation)
     return np.concatenate([place, numbers], axis=-1)
 
 
-def _applied(matrix: Array, vector: Array) -> Array:
-    return (matrix @ vector[..., None])[..., 0]
+def _applied(matrix: Array, vector: Array, indices: str) -> Array:
+    """Products of matrices [..., 3, 3] and vectors [..., 3]."""
+    planes = np.ascontiguousarray(np.moveaxis(matrix, (-2, -1), (0, 1))), np.moveaxis(vector, -1, 0)
+    return np.moveaxis(np.einsum(indices, *planes), 0, -1)

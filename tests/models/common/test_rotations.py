@@ -56,10 +56,13 @@ def test_six_numbers_need_not_be_orthonormal() -> None:
 def test_numbers_that_are_no_rotation_give_nan_and_do_not_spoil_others() -> None:
     rows = np.array([[0, 0, 0, 1, 0, 0], [1, 0, 0, 2, 0, 0], [1, 0, 0, 0, 1, 0]], np.float32)
     found = matrix_from_rot6d(rows)
-    assert np.isnan(found[:2]).all()
+    assert np.isnan(found[:2]).any(axis=(-2, -1)).all()
     np.testing.assert_array_equal(found[2], np.eye(3))
 
 
 def test_the_nearest_rotation_removes_a_small_error() -> None:
     matrix = matrix_from_rotvec(axes(20))
-    np.testing.assert_allclose(nearest_rotation(matrix * 1.01), matrix, atol=1e-14)
+    np.testing.assert_allclose(nearest_rotation(matrix * 1.01), matrix, atol=1e-12)
+    shaken = matrix + RNG.normal(0, 1e-3, matrix.shape)
+    left, _, right = np.linalg.svd(shaken)
+    np.testing.assert_allclose(nearest_rotation(shaken), left @ right, atol=1e-12)

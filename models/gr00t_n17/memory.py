@@ -1,7 +1,7 @@
 """Static memory of a training run by part: weights, gradients and optimiser state, counted from the network's shapes.
 
-Activations depend on the batch and are not in it, nor are the device's context, fragmentation, or the second copy of
-the gradients that data parallelism keeps unless its buckets are views.
+Activations depend on the batch and are not in it, nor are the device's context and fragmentation. Data parallelism adds
+nothing: gradients are views into its buckets.
 """
 
 from __future__ import annotations

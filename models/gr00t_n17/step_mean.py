@@ -44,6 +44,9 @@ def gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 def total_norm(grads: Sequence[Tensor]) -> Tensor:
     """L2 norm over all gradients; of sharded ones over all shards, a collective then."""
+    if any(grad.dtype == torch.bfloat16 for grad in grads):
+        # the common function would round the norm of every tensor, and of all, to three digits
+        return torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]).norm()
     norm = nn.utils.get_total_norm(grads)
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[operator]
 

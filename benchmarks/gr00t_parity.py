@@ -47,7 +47,6 @@ def overrides(folder: Path, steps: int) -> list[str]:
         "model.flow_draws=1",
         "model.processor.duplicate_frames=true",
         f"trainer.max_steps={steps}",
-        "trainer.log_every_n_steps=1",
     ]
 
 

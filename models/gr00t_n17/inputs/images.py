@@ -226,14 +226,24 @@ def letter_box(frames: Tensor) -> Tensor:
 
 def crop(planes: Tensor, plan: ImagePlan, share: Tensor | None) -> Tensor:
     """uint8 [B, M, 3, H, W] -> uint8 [B, M, 3, *plan.cropped], at offsets floor(share * (spare + 1)) or the centre."""
-    (height, width), spare = plan.cropped, plan.spare
     if share is None:
-        top, left = spare[0] // 2, spare[1] // 2
-        return planes[..., top : top + height, left : left + width].contiguous()
+        return centre_box(planes, plan)
+    (height, width), spare = plan.cropped, plan.spare
     top, left = (share[:, 0] * (spare[0] + 1)).long(), (share[:, 1] * (spare[1] + 1)).long()
     if planes.device.type == "cpu":
-        boxes = zip(planes, top.tolist(), left.tolist(), strict=True)
+        boxes = zip(planes, top.tolist(), left.tolist(), strict=True)  # a third of the time of a gather
         return torch.stack([sample[..., t : t + height, x : x + width] for sample, t, x in boxes])
+    return gathered_boxes(planes, top, left, height, width)
+
+
+def centre_box(planes: Tensor, plan: ImagePlan) -> Tensor:
+    """The box half way between the first and the last offset, rounded up and to the left."""
+    (height, width), (top, left) = plan.cropped, (plan.spare[0] // 2, plan.spare[1] // 2)
+    return planes[..., top : top + height, left : left + width].contiguous()
+
+
+def gathered_boxes(planes: Tensor, top: Tensor, left: Tensor, height: int, width: int) -> Tensor:
+    """A box [height, width] of each sample of [B, M, 3, H, W] at int64 offsets [B] that the host does not know."""
     rows = top[:, None] + torch.arange(height, device=planes.device)
     columns = left[:, None] + torch.arange(width, device=planes.device)
     flat = rows[:, :, None] * planes.shape[-1] + columns[:, None, :]  # [B, h, w]

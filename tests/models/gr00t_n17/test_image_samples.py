@@ -12,11 +12,15 @@ import torch
 from torch import Tensor
 
 from models.common.color_jitter import JitterDraws
+from models.common.resample import bicubic_by_taps
+from models.common.resize_area import resize_area
+from models.gr00t_n17.inputs import images as images_module
 from models.gr00t_n17.inputs.image_settings import ImageSettings
 from models.gr00t_n17.inputs.images import (
     NO_AUGMENTATION,
     Augmentation,
     FirstResize,
+    ImagePlan,
     ImageTransform,
     plan_cameras,
     plan_image,
@@ -105,6 +109,28 @@ def test_levels_and_patches_equal_the_reference(part: int) -> None:
         assert [digest(image) for image in levels_of(sample, images)] == sample["levels"], sample
         pixel_values, grids = transform.apply(images, list(images), drawn_in(sample, transform))
         assert grids.tolist() == sample["grids"], sample
+        assert digest(pixel_values) == sample["pixel_values"], sample
+
+
+def test_the_path_of_other_devices_gives_the_same_patches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU three steps take shorter ways; here they take those of a GPU."""
+
+    def shrunk(frames: Tensor, height: int, width: int) -> Tensor:
+        return resize_area(frames.permute(0, 3, 1, 2).contiguous(), height, width).permute(0, 2, 3, 1)
+
+    def cropped(planes: Tensor, plan: ImagePlan, share: Tensor | None) -> Tensor:
+        if share is None:
+            return images_module.centre_box(planes, plan)
+        spare = torch.tensor(plan.spare) + 1
+        top, left = (share * spare).long().unbind(1)
+        return images_module.gathered_boxes(planes, top, left, *plan.cropped)
+
+    monkeypatch.setattr(images_module, "resize_area_frames", shrunk)
+    monkeypatch.setattr(images_module, "resize_bicubic", bicubic_by_taps)
+    monkeypatch.setattr(images_module, "crop", cropped)
+    for sample in EXACT[::9]:
+        transform, images = transform_of(sample), images_of(sample)
+        pixel_values, _ = transform.apply(images, list(images), drawn_in(sample, transform))
         assert digest(pixel_values) == sample["pixel_values"], sample
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from models.common import draws
 from models.common.color_jitter import JitterDraws, color_jitter, draw_jitter
-from models.common.resample import multiple_size, resize_bicubic
-from models.common.resize_area import resize_area
+from models.common.resample import bicubic_by_taps, multiple_size, resize_bicubic
+from models.common.resize_area import resize_area, resize_area_frames
 from models.gr00t_n17.inputs.images import ImageSettings, ImageTransform, patchify, plan_cameras, plan_image
 
 GOLDEN = Path(__file__).parent / "golden" / "image_golden.npz"
@@ -109,6 +109,29 @@ def test_bicubic_resize_equals_torch_uint8_kernel(sizes: tuple[int, int, int, in
     images = noise(2, height, width)[:, 0].permute(0, 3, 1, 2).contiguous()
     expected = torch.nn.functional.interpolate(images, size=target, mode="bicubic", antialias=True)
     assert torch.equal(resize_bicubic(images, *target), expected)
+    assert torch.equal(bicubic_by_taps(images, *target), expected)
+
+
+@pytest.mark.parametrize("kind", ["noise", "two levels", "steps"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        *[(480, 640, 256, 341), (480, 640, 256, 256), (360, 640, 256, 455), (512, 683, 256, 341), (512, 512, 256, 256)],
+        *[(300, 400, 256, 341), (97, 131, 64, 88), (64, 90, 64, 60), (33, 600, 33, 33), (768, 768, 256, 256)],
+        (40, 60, 50, 60),
+    ],
+)
+def test_frames_shrink_to_the_levels_of_planes(sizes: tuple[int, int, int, int], kind: str) -> None:
+    """The CPU's order of sums against the reference's, also where most means fall on a half."""
+    height, width, *target = sizes
+    frames = noise(2, height, width)[:, 0]
+    if kind == "two levels":
+        frames = frames // 128 * 255
+    elif kind == "steps":
+        frames = (torch.arange(height)[:, None, None] + torch.arange(width)[:, None]).expand(2, -1, -1, 3) % 256
+        frames = frames.to(torch.uint8)
+    expected = resize_area(frames.permute(0, 3, 1, 2).contiguous(), *target).permute(0, 2, 3, 1)
+    assert torch.equal(resize_area_frames(frames, *target), expected)
 
 
 def test_color_jitter_equals_the_reference(golden: dict[str, np.ndarray]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipes.check_data import size
+from recipes.check_data import parsed_size, size
 from recipes.load import RecipeError
 from recipes.parse import nearest
 from recipes.parts import checkpoint_folder, slots
@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # importing these takes seconds; `show` and configuration err
     from knonik import DataModule, Dataset
     from models.common.optim import OptimizerConfig, ScheduleConfig
     from models.gr00t_n17.config import GR00TN17Config
+    from models.gr00t_n17.feature_store import FeatureCache
     from models.gr00t_n17.inputs.processor import Processor
     from models.gr00t_n17.module import GR00TN17Module
     from models.gr00t_n17.network import GR00TN17
@@ -135,8 +136,8 @@ def schedule(recipe: Recipe) -> "ScheduleConfig":
     )
 
 
-def build_module(recipe: Recipe, network: "GR00TN17") -> "GR00TN17Module":
-    """The Lightning module around a network."""
+def build_module(recipe: Recipe, network: "GR00TN17", features: "FeatureCache | None" = None) -> "GR00TN17Module":
+    """The Lightning module around a network, and the cache of its backbone's outputs where there is one."""
     from models.gr00t_n17.module import GR00TN17Module
 
     return GR00TN17Module(
@@ -145,6 +146,7 @@ def build_module(recipe: Recipe, network: "GR00TN17") -> "GR00TN17Module":
         optimizer=optimizer(recipe),
         schedule=schedule(recipe),
         flow_draws=recipe.model.flow_draws,
+        feature_cache=features,
     )
 
 
@@ -153,22 +155,32 @@ def build_datamodule(
 ) -> "DataModule":
     """The data module: decodes and prepares in its own threads, finishes the images on the device."""
     import knonik
+    from models.gr00t_n17.features import with_keys
 
-    action = batch_columns(recipe, "action")
     return knonik.DataModule(
         source(recipe, datasets),
         batch_size=batch_size,
         seed=recipe.seed,
-        windows={name: range(horizon_of(recipe)) for name in action},
+        windows=windows(recipe, datasets, processor),
         edge=recipe.data.edge,
         cameras=batch_cameras(recipe, datasets),
         state=batch_columns(recipe, "state"),
-        action=action,
+        action=batch_columns(recipe, "action"),
         decode_threads=recipe.data.decode_threads,
         **loader_options(recipe, processor),
-        transform=processor.prepare,
+        transform=with_keys(processor.prepare) if parsed_size(recipe.model.feature_cache) else processor.prepare,
         device_transform=lambda batch: processor.to_network(batch, augment=True),
     )
+
+
+def windows(recipe: Recipe, datasets: "list[Dataset]", processor: Any) -> dict[str, Any]:
+    """Steps around the anchor, by column and camera: the chunk of actions, and frames of the past where a checkpoint
+    reads some."""
+    first = getattr(processor, "parts", [processor])[0]
+    past = tuple(first.modalities.video_deltas)
+    frames = dict.fromkeys(batch_cameras(recipe, datasets), past) if past != (0,) else {}
+    chunk = range(horizon_of(recipe))
+    return {**frames, **dict.fromkeys(batch_columns(recipe, "action"), chunk)}
 
 
 def loader_options(recipe: Recipe, processor: "Processor") -> dict[str, Any]:

@@ -1,17 +1,21 @@
-"""Closed-loop evaluation of a policy in the world its recipe names."""
+"""Evaluation of a trained policy: in the world its recipe names, and beside recorded episodes."""
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipes.build import build_network, load_trained, with_local_weights
-from recipes.build_processor import build_processor
-from recipes.load import from_dict
-from recipes.run_folder import RunFolder
+from models.gr00t_n17.policy import GR00TPolicy, Policy
+from recipes.held_out import every_step, first_episodes
+from recipes.open_loop import action_errors, joined
+from recipes.parts import parts
 from recipes.schema import Recipe
-from recipes.sources import open_all, training_part
+from recipes.schema_data import PartConfig
+from recipes.sources import held_out_part, open_part
 
 if TYPE_CHECKING:
+    from knonik import Dataset
+    from models.gr00t_n17.inputs.modality import Modalities
     from models.gr00t_n17.inputs.processor import Processor
     from models.gr00t_n17.network import GR00TN17
 
@@ -36,7 +40,6 @@ def closed_loop(
     """
     import torch
 
-    from models.gr00t_n17.policy import Policy
     from recipes.tabletop.closed_loop import evaluate
 
     assert recipe.evaluation is not None
@@ -73,29 +76,111 @@ def swapped(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def evaluate_run(run: Path) -> dict[str, Any]:
-    """Evaluate the newest checkpoint of a run folder.
+def evaluate_run(
+    run: Path, *, step: int | None = None, uri: str | None = None, stride: int | None = None, limit: int | None = None
+) -> dict[str, Any]:
+    """Evaluate a checkpoint of a run folder: in closed loop where its recipe names a world to act in, and in open loop
+    on the episodes it held out.
+
+    Args:
+        run: run folder.
+        step: which of its checkpoints; None takes the newest.
+        uri: compare with all episodes of this dataset instead, and act in no world.
+        stride: steps between two predictions, and steps of a chunk that are compared; None means a whole chunk.
+        limit: compare with so many episodes of each dataset at most.
 
     Raises:
-        ValueError: when the folder is no run, has no checkpoint, or its recipe names no world to act in.
+        ValueError: the folder is no run or has no such checkpoint, or there is nothing to evaluate on.
     """
-    folder = RunFolder(run)
-    stored = folder.recipe
-    if stored is None:
-        raise ValueError(f"{run} is no run folder: it holds no recipe.json")
-    recipe = from_dict(stored)
-    checkpoint = folder.latest_checkpoint()
-    if checkpoint is None:
-        raise ValueError(f"{run} has no checkpoint yet (looked in {folder.checkpoints})")
-    if recipe.evaluation is None:
-        raise ValueError(f"{run}: its recipe has no `evaluation` section, so there is no world to act in")
-    recipe = with_local_weights(recipe)
-    datasets = open_all(recipe)
-    processor = build_processor(recipe, [training_part(recipe, dataset) for dataset in datasets])
-    network = build_network(recipe)
-    load_trained(network, checkpoint[0])
-    result = {"step": checkpoint[1], **closed_loop(recipe, network, processor)}
-    result |= swapped(closed_loop(recipe, network, processor, swap_instruction=True))
-    for dataset in datasets:
-        dataset.close()
+    from recipes.trained import load_run
+
+    trained = load_run(run, step=step)
+    recipe, network = trained.recipe, trained.network.to(_device())
+    processors: list[Processor] = list(getattr(trained.processor, "parts", [trained.processor]))
+    result: dict[str, Any] = {"step": trained.step}
+    if recipe.evaluation is not None and uri is None:
+        result |= closed_loop(recipe, network, processors[0])
+        result |= swapped(closed_loop(recipe, network, processors[0], swap_instruction=True))
+    if uri is not None:
+        if len(processors) > 1:
+            raise ValueError(f"{run} was trained on several robots; export it, evaluate the folder with --embodiment")
+        return result | _on_dataset(GR00TPolicy(network, processors[0]), uri, stride, limit, recipe.seed)
+    compared = []
+    for part, own in zip(parts(recipe), processors, strict=True):
+        if recipe.data.validation or recipe.data.validation_episodes is not None:
+            with open_part(recipe, part) as dataset:
+                held_out = held_out_part(recipe, dataset)
+                assert held_out is not None
+                found = _compare(GR00TPolicy(network, own), held_out, _own_names(part, own), stride, limit, recipe.seed)
+                compared.append({"uri": part.uri, "embodiment": own.embodiment, **found})
+    if len(compared) == 1:
+        result |= compared[0]
+    elif compared:
+        result["parts"] = compared
+    if len(result) == 1:
+        raise ValueError(
+            f"{run}: its recipe has no `evaluation` section, so there is no world to act in, and held out no episodes; "
+            "give a dataset with --uri"
+        )
     return result
+
+
+def evaluate_folder(
+    folder: Path, uri: str, *, embodiment: str | None = None, stride: int | None = None, limit: int | None = None
+) -> dict[str, Any]:
+    """Evaluate a checkpoint folder in the released layout in open loop, on all episodes of a dataset.
+
+    Args:
+        embodiment: tag of the dataset's robot; None takes the only one that the folder knows, or `new_embodiment`.
+        others: as for `evaluate_run`.
+
+    Raises:
+        ValueError: the folder does not know the embodiment, or the dataset lacks what it reads.
+    """
+    tag = embodiment or _embodiment(folder)
+    policy = GR00TPolicy.from_pretrained(folder, embodiment=tag, device=_device())
+    return {"embodiment": tag, **_on_dataset(policy, uri, stride, limit, seed=0)}
+
+
+def _embodiment(folder: Path) -> str:
+    from models.gr00t_n17.checkpoint.folder import CheckpointFolder
+    from recipes.parts import DEFAULT_EMBODIMENT
+
+    known = list((CheckpointFolder(folder).processor or {}).get("modality_configs", {}))
+    return known[0] if len(known) == 1 else DEFAULT_EMBODIMENT
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _on_dataset(policy: Any, uri: str, stride: int | None, limit: int | None, seed: int) -> dict[str, Any]:
+    import knonik
+
+    with knonik.open(uri) as dataset:
+        modality = dataset.modality.details if dataset.modality is not None else None
+        modalities = joined(dataset, modality, policy.policy.processor.modalities)
+        return {"uri": uri, **_compare(policy, dataset, modalities, stride, limit, seed)}
+
+
+def _own_names(part: PartConfig, processor: "Processor") -> "Modalities":
+    """A run's modalities with its cameras under the dataset's own names."""
+    own = part.cameras or {}
+    video = tuple((name, own.get(camera, camera)) for name, camera in processor.modalities.video)
+    return dataclasses.replace(processor.modalities, video=video)
+
+
+def _compare(
+    policy: Any, dataset: "Dataset", modalities: "Modalities", stride: int | None, limit: int | None, seed: int
+) -> dict[str, Any]:
+    steps = stride or modalities.horizon
+    if not 1 <= steps <= modalities.horizon:
+        raise ValueError(f"--stride {steps} is not in 1 to {modalities.horizon}, the steps of a predicted chunk")
+    view = dataset if limit is None else first_episodes(dataset, limit)
+    batches = every_step(view, modalities, steps, batch_size=16)
+    return {
+        "episodes_compared": len(view.episodes),
+        **action_errors(policy, batches, modalities, steps=steps, seed=seed),
+    }

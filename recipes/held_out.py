@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from recipes.build import windows
 from recipes.check_data import size
 from recipes.parts import parts
 from recipes.schema import Recipe
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from knonik import Batch, Dataset, Loader, Mixture
+    from models.gr00t_n17.inputs.modality import Modalities
     from models.gr00t_n17.inputs.processor import Processor
     from models.gr00t_n17.validation import Validation
 
@@ -134,7 +136,10 @@ def loss_samples(
     """Samples of `batches` training batches, drawn by the seed; all there are where these are fewer."""
     anchors = sum(len(dataset.anchors(span(recipe, dataset))) for dataset in datasets)
     data = source(recipe, datasets)
-    loader = _options(recipe, data, batch_cameras(recipe, datasets)) | {"edge": recipe.data.edge, "shuffle": True}
+    loader = _options(recipe, data, batch_cameras(recipe, datasets), windows(recipe, datasets, processor)) | {
+        "edge": recipe.data.edge,
+        "shuffle": True,
+    }
     return Samples(
         readings=(Reading(count=min(anchors, batches * batch_size * world_size), loader=loader),),
         prepare=processor.prepare,
@@ -156,16 +161,15 @@ def open_loop_samples(
 ) -> Samples:
     """Every `stride`-th step of every episode; a chunk at the end of one is compared as far as the episode goes."""
     readings, cameras, whole = [], batch_cameras(recipe, datasets), source(recipe, datasets)
+    steps_read = windows(recipe, datasets, processor)
     for number, dataset in enumerate(datasets):
-        length = dict(zip(dataset.episodes.ids.tolist(), dataset.episodes.length.tolist(), strict=True))
-        steps = {id_: [(frame, frame + 1) for frame in range(0, rows, stride)] for id_, rows in length.items()}
-        view = dataset.subset(ranges=steps)
+        view = _anchored(dataset, stride)
         # one part at a time: a mixture deals its parts in shares, which would not end with all of them
         own, alone = own_cameras(parts(recipe)[number], dataset, cameras), part_source(recipe, number, view)
         readings.append(
             Reading(
                 count=len(view.anchors(1)),
-                loader=_options(recipe, alone, own) | {"edge": "repeat", "shuffle": False},
+                loader=_options(recipe, alone, own, steps_read) | {"edge": "repeat", "shuffle": False},
                 part=number,
                 black={camera: whole.image_shape(camera) for camera in cameras if camera not in own},
             )
@@ -179,20 +183,50 @@ def open_loop_samples(
     )
 
 
+def every_step(dataset: "Dataset", modalities: "Modalities", stride: int, *, batch_size: int) -> "Iterator[Batch]":
+    """Every `stride`-th step of every episode with what a policy's modalities read, raw, in the dataset's own names."""
+    view = _anchored(dataset, stride)
+    state = tuple(dict.fromkeys(group.column for group in modalities.state))
+    action = tuple(dict.fromkeys(group.column for group in modalities.action))
+    loader = {
+        "source": view,
+        "windows": {
+            **dict.fromkeys(modalities.cameras, modalities.video_deltas),
+            **dict.fromkeys(action, range(modalities.horizon)),
+        },
+        "cameras": modalities.cameras,
+        "state": state,
+        "action": action,
+        "edge": "repeat",
+        "shuffle": False,
+    }
+    readings = (Reading(count=len(view.anchors(1)), loader=loader),)
+    return iter(Samples(readings=readings, prepare=lambda batch: {}, batch_size=batch_size, rank=0, world_size=1))
+
+
+def _anchored(dataset: "Dataset", stride: int) -> "Dataset":
+    """A view whose anchors are every `stride`-th step of its episodes."""
+    length = dict(zip(dataset.episodes.ids.tolist(), dataset.episodes.length.tolist(), strict=True))
+    return dataset.subset(
+        ranges={episode: [(frame, frame + 1) for frame in range(0, rows, stride)] for episode, rows in length.items()}
+    )
+
+
 def first_episodes(dataset: "Dataset", count: int) -> "Dataset":
     """A view of the first episodes, by their ids."""
     return dataset.subset(sorted(dataset.episodes.ids.tolist())[:count])
 
 
-def _options(recipe: Recipe, data: "Dataset | Mixture", cameras: tuple[str, ...]) -> dict[str, Any]:
-    action = batch_columns(recipe, "action")
+def _options(
+    recipe: Recipe, data: "Dataset | Mixture", cameras: tuple[str, ...], steps: dict[str, Any]
+) -> dict[str, Any]:
     options = {
         "source": data,
         "seed": recipe.seed,
-        "windows": {name: range(horizon_of(recipe)) for name in action},
+        "windows": {name: steps[name] for name in (*cameras, *batch_columns(recipe, "action")) if name in steps},
         "cameras": cameras,
         "state": batch_columns(recipe, "state"),
-        "action": action,
+        "action": batch_columns(recipe, "action"),
         "decode_threads": recipe.data.decode_threads,
         "ram_bytes": size(recipe, "ram"),
         "disk_bytes": size(recipe, "disk"),

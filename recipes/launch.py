@@ -95,8 +95,17 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("overrides", nargs="*", metavar="key=value", help="values over the recipe's, by dotted key")
         if command != "show":
             sub.add_argument("--allow-drift", action="store_true", help="continue a run with a changed recipe")
-    sub = commands.add_parser("eval", help="evaluate the newest checkpoint of a run", description="closed loop")
-    sub.add_argument("run", type=Path, help="run folder")
+            if command == "check":
+                sub.add_argument("--memory", action="store_true", help="also print the static memory by part")
+    text = "evaluate a run or an exported checkpoint: in its world, and beside recorded episodes"
+    sub = commands.add_parser("eval", help=text, description=text)
+    sub.add_argument("run", type=Path, help="run folder, or checkpoint folder in the released layout")
+    sub.add_argument("--uri", help="dataset to compare with; a run's own held-out episodes without it")
+    sub.add_argument("--embodiment", help="tag of the dataset's robot, for a checkpoint folder that knows several")
+    sub.add_argument("--episodes", type=int, help="compare with so many episodes of each dataset at most")
+    sub.add_argument("--stride", type=int, help="steps between two predictions; a whole chunk without it")
+    sub.add_argument("--step", type=int, help="checkpoint of this step instead of the run's newest")
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
     text = "write a run's weights as a checkpoint folder in the released layout"
     sub = commands.add_parser("export", help=text, description=text)
     sub.add_argument("run", type=Path, help="run folder")
@@ -120,6 +129,10 @@ def _check(arguments: argparse.Namespace, started_at: float) -> int:
 
     recipe = checked(arguments.recipe, arguments.overrides, allow_drift=arguments.allow_drift)
     print(f"{recipe.run.name}: no problems")
+    if arguments.memory:
+        from recipes.memory import memory_table
+
+        print(memory_table(recipe))
     return 0
 
 
@@ -149,14 +162,51 @@ def _train(arguments: argparse.Namespace, started_at: float) -> int:
 
 
 def _eval(arguments: argparse.Namespace, started_at: float) -> int:
-    from recipes.evaluate import evaluate_run
+    if problems := _eval_problems(arguments):
+        print("\n".join(problems), file=sys.stderr)
+        return 2
+    from recipes.evaluate import evaluate_folder, evaluate_run
 
+    choice = {"stride": arguments.stride, "limit": arguments.episodes}
     try:
-        print(json.dumps(evaluate_run(arguments.run), indent=2))
-    except ValueError as error:
+        if RunFolder(arguments.run).recipe is None:
+            result = evaluate_folder(arguments.run, arguments.uri, embodiment=arguments.embodiment, **choice)
+        else:
+            result = evaluate_run(arguments.run, step=arguments.step, uri=arguments.uri, **choice)
+    except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
+    print(json.dumps(result, indent=2) if arguments.json else _lines(result))
     return 0
+
+
+def _eval_problems(arguments: argparse.Namespace) -> list[str]:
+    """Options that do not go with what is to be evaluated."""
+    if RunFolder(arguments.run).recipe is not None:
+        if arguments.embodiment is not None:
+            return ["--embodiment: a run knows its robot; it is for checkpoint folders"]
+        return []
+    if not (arguments.run / "config.json").is_file():
+        return [f"{arguments.run} is neither a run folder (no recipe.json) nor a checkpoint folder (no config.json)"]
+    problems = []
+    if arguments.uri is None:
+        problems.append(f"--uri: {arguments.run} is a checkpoint folder; name a dataset to compare with")
+    if arguments.step is not None:
+        problems.append("--step: a checkpoint folder has one step only; it is for run folders")
+    return problems
+
+
+def _lines(result: dict[str, Any], indent: str = "  ") -> str:
+    """Figures for people, one a line."""
+    lines = []
+    for name, value in result.items():
+        if isinstance(value, list):
+            lines += [f"{indent}{name}:", *(_lines(part, indent + "  ") for part in value)]
+        else:
+            lines.append(
+                f"{indent}{name:<32} {value:.6g}" if isinstance(value, float) else f"{indent}{name:<32} {value}"
+            )
+    return "\n".join(lines)
 
 
 def _export(arguments: argparse.Namespace, started_at: float) -> int:

@@ -11,6 +11,7 @@ import torch
 
 from callbacks.run_record import RunRecord
 from recipes.check import checked
+from recipes.evaluate import evaluate_folder, evaluate_run
 from recipes.load import RecipeError
 from recipes.run_folder import RunFolder
 from recipes.train import train
@@ -87,9 +88,46 @@ def test_held_out_episodes_are_measured_while_the_checkpoint_trains(run: Any, ar
     bare = run("gr00t_n17/finetune", "bare", f"data.uri={arm_dataset}", "trainer.max_steps=4", held_out[0])
     assert losses(bare["folder"]) == losses(folder)
     assert bare["weights_digest"] == summary["weights_digest"]
+    # the same comparison afterwards, through the calls of a policy server, in float32 instead of under autocast
+    found = evaluate_run(folder)
+    assert (found["episodes_compared"], found["step"]) == (2, 4)
+    assert found["action_mse"] == pytest.approx(summary["val_action_mse"], rel=0.05)
     # the checkpoint's relative group is decoded to robot units by the run's own statistics
     processor = json.loads((folder / "processor.json").read_text())
     assert [group["rep"] for group in processor["modalities"]["action"]] == ["RELATIVE", "ABSOLUTE"]
+
+
+def test_what_is_exported_acts_as_the_run_does(run: Any, arm_dataset: Path, tmp_path: Path) -> None:
+    from models.gr00t_n17.policy import GR00TPolicy
+    from recipes.export import export_run
+    from recipes.trained import load_run
+
+    held_out = "data.validation_episodes=[1, 4]"
+    summary = run("gr00t_n17/finetune", "run", f"data.uri={arm_dataset}", "trainer.max_steps=3", held_out)
+    export_run(summary["folder"], tmp_path / "out", dtype="float32")
+    policy = GR00TPolicy.from_pretrained(tmp_path / "out", embodiment="new_embodiment")
+    trained = load_run(summary["folder"])
+    rng = torch.Generator().manual_seed(0)
+    observation = {
+        "video": {
+            name: torch.randint(0, 256, (2, 1, 48, 64, 3), generator=rng, dtype=torch.uint8).numpy()
+            for name in policy.get_modality_config()["video"].modality_keys
+        },
+        "state": {
+            "single_arm": torch.rand(2, 1, 5, generator=rng).numpy(),
+            "gripper": torch.rand(2, 1, 1, generator=rng).numpy(),
+        },
+        "language": {"annotation.human.action.task_description": [["Push block 1, slowly"], ["Push block 0"]]},
+    }
+    noise = torch.randn(2, 10, 20, generator=rng)
+    acted, _ = policy.get_action(observation, {"noise": noise})
+    wanted, _ = GR00TPolicy(trained.network, trained.processor).get_action(observation, {"noise": noise})
+    assert {name: values.shape for name, values in acted.items()} == {"single_arm": (2, 8, 5), "gripper": (2, 8, 1)}
+    for name, values in wanted.items():
+        torch.testing.assert_close(torch.from_numpy(acted[name]), torch.from_numpy(values), rtol=0, atol=1e-5)
+    found = evaluate_folder(tmp_path / "out", str(arm_dataset), stride=4, limit=2)
+    assert (found["episodes_compared"], found["embodiment"]) == (2, "new_embodiment")
+    assert found["predictions"] == 6 + 7  # every 4th of 22 and of 25 steps
 
 
 def test_a_mixture_continues_at_the_next_sample_and_exports_both_robots(
@@ -118,6 +156,8 @@ def test_a_mixture_continues_at_the_next_sample_and_exports_both_robots(
     export_run(whole["folder"], tmp_path / "out")
     statistics = json.loads((tmp_path / "out" / "statistics.json").read_text())
     assert list(statistics["libero_sim"]["action"]) == ["x", "y", "z", "gripper"]
+    found = evaluate_folder(tmp_path / "out", str(other_dataset), embodiment="libero_sim", limit=1)
+    assert {"action_mse_x", "action_mse_gripper"} <= found.keys()
     assert torch.tensor(statistics["new_embodiment"]["relative_action"]["single_arm"]["min"]).shape == (8, 5)
 
 

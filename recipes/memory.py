@@ -1,0 +1,29 @@
+"""Static memory that a recipe's training takes, from its network's shapes alone."""
+
+import dataclasses
+
+from recipes.schema import Recipe
+
+
+def memory_table(recipe: Recipe) -> str:
+    """Weights, gradients and optimiser state by part, as text; activations are not in it.
+
+    Of a checkpoint that lies elsewhere the released sizes are taken.
+    """
+    import torch
+
+    from models.gr00t_n17 import precision
+    from models.gr00t_n17.lora import LoraConfig, freeze_targets
+    from models.gr00t_n17.memory import measure
+    from models.gr00t_n17.network import GR00TN17
+    from recipes.build import model_config
+    from recipes.parts import slots
+
+    mode, lora = recipe.model.precision, recipe.model.lora
+    with torch.device("meta"):
+        network = GR00TN17(model_config(recipe), slots=None if mode == "stock" else slots(recipe))
+    if lora is not None:
+        freeze_targets(network, LoraConfig(**dataclasses.asdict(lora)))
+    precision.apply(network, mode)
+    note = "" if lora is None else f"\nadapters of rank {lora.rank} come on top"
+    return measure(network).table() + note

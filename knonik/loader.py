@@ -203,7 +203,7 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        batch = self._again.popleft() if self._again else self._running().take()
+        batch = self._again.popleft() if self._again else (self._pipeline or self._running()).take()
         if self.manual_acknowledge:
             self._given.append(batch)
         else:

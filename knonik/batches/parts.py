@@ -43,8 +43,14 @@ class TimedSource:
     def __init__(self, source: PacketSource) -> None:
         self.announce, self.done = source.announce, source.done
         self.gauges, self.close = source.gauges, source.close
-        self._packets = source.packets
-        self._waited = threading.local()
+        self._packets, self._ahead = source.packets, source.ahead
+        self._waited = _Waited()
+
+    def ahead(self, frames: Sequence[tuple[str, int]]) -> None:
+        """That of the source."""
+        begin = time.perf_counter()
+        self._ahead(frames)
+        self._waited.seconds += time.perf_counter() - begin
 
     def packets(self, key: str, frame: int) -> tuple[list[memoryview], list[int]]:
         """Those of the source."""
@@ -52,13 +58,16 @@ class TimedSource:
         try:
             return self._packets(key, frame)
         finally:
-            self._waited.seconds = getattr(self._waited, "seconds", 0.0) + time.perf_counter() - begin
+            self._waited.seconds += time.perf_counter() - begin
 
     def waited_s(self) -> float:
         """Seconds the calling thread has waited since its last call of this."""
-        seconds = getattr(self._waited, "seconds", 0.0)
-        self._waited.seconds = 0.0
-        return float(seconds)
+        seconds, self._waited.seconds = self._waited.seconds, 0.0
+        return seconds
+
+
+class _Waited(threading.local):
+    seconds = 0.0
 
 
 class _NoPackets:

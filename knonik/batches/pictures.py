@@ -55,6 +55,18 @@ class Pictures:
                 units[job.dataset][job.key, job.group] = None
         return [list(each) for each in units]
 
+    def ahead(self, jobs: Sequence[GopJob]) -> None:
+        """The calling thread will write these jobs next; their packets are read now where that is cheaper."""
+        if self._hold is not None:
+            return  # which packets are needed, and how far, turns out when a job's turn comes
+        wanted: dict[int, list[tuple[str, int]]] = {}
+        for job in jobs:
+            part = self._parts[job.dataset]
+            if job.camera not in part.decoded and part.kind(job.source_camera) != "image":
+                wanted.setdefault(job.dataset, []).append((job.key, max(job.numbers)))
+        for number, frames in wanted.items():
+            self._parts[number].source.ahead(frames)
+
     def write(self, plan: BatchPlan, job: GopJob, flat: NDArray[Any]) -> None:
         """Put the pictures of a job into `flat`, the camera's [B * T, ...] pictures of the batch."""
         part = self._parts[job.dataset]

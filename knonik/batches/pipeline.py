@@ -6,7 +6,7 @@ decoded the batch is finished and queued. At most `ring_batches` batches exist b
 which bounds memory. Buffers belong to whoever takes the batch and are used again only when nobody refers to them.
 
 What a consumer waits for: a decoding thread leaves the interpreter lock for nearly all of its time, and taking a ready
-batch is one queue operation, so the wait is that of a lock others hold for microseconds.
+batch is one queue operation (`handoff.py`), so the wait is that of a lock others hold for microseconds.
 """
 
 import queue
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from knonik.batches.bad_samples import BadSamples
 from knonik.batches.batch import Batch
 from knonik.batches.buffers import BufferPool
+from knonik.batches.handoff import Handoff
 from knonik.batches.pictures import Pictures, sample
 from knonik.batches.stages import Stage
 from knonik.order.plan import BatchPlan, GopJob
@@ -30,6 +31,8 @@ from knonik.stores.base import StoreUnavailable
 from knonik.video.frames import FrameSpec
 
 _CHUNKS_PER_THREAD = 4  # enough to even out GOPs of unequal cost, few enough that queueing costs nothing
+
+_JOBS_READ = 8  # GOPs whose packets a thread reads at once; of the longest ones that is some MB
 
 
 class LoaderError(RuntimeError):
@@ -118,7 +121,6 @@ class Pipeline:
         self._ring, self._batch_bytes = ring_batches, batch_bytes
         # Shared with the planning thread, under `_turn`.
         self._turn = threading.Condition()
-        self._slots = ring_batches
         self._refused = False  # the source had no room when asked last, and no batch was done since
         self._delivered = False
         self._closing = threading.Event()
@@ -130,7 +132,8 @@ class Pipeline:
         self._jobs: queue.SimpleQueue[tuple[_Work, list[GopJob]] | None] = queue.SimpleQueue()
         self._making: queue.SimpleQueue[_Work | BaseException | None] = queue.SimpleQueue()
         self._waits_for: _Work | None = None  # what the assembling thread waits for
-        self._ready: queue.SimpleQueue[Batch | BaseException] = queue.SimpleQueue()
+        self._handoff = Handoff(ring_batches, self._turn)
+        self.take = self._handoff.take
         # Daemons, so that an interpreter that ends with a loader still open is not held up; `close` joins them.
         self._decoders = [
             threading.Thread(target=self._decode, name=f"knonik-decode-{i}", daemon=True) for i in range(decode_threads)
@@ -141,20 +144,9 @@ class Pipeline:
         for thread in self._threads:
             thread.start()
 
-    def take(self) -> Batch:
-        """The next batch; waits for it. An error of a thread is raised here, in the place of the batch it hit."""
-        item = self._ready.get()
-        if isinstance(item, BaseException):
-            self._ready.put(item)  # it stays failed
-            raise item
-        with self._turn:
-            self._slots += 1
-            self._turn.notify()
-        return item
-
     def gauges(self) -> dict[str, float]:
         """Batches ready, being made and looked ahead at, bytes of the ring; gauges of buffers and pictures."""
-        ready, taken = self._ready.qsize(), self._ring - self._slots
+        ready, taken = self._handoff.ready, self._ring - self._handoff.free
         return {
             "ring_batches": self._ring,
             "ring_ready": ready,
@@ -184,23 +176,26 @@ class Pipeline:
         for thread in self._threads:
             thread.join()
         self._pictures.close()  # now: a thread at work may be using any of its files
+        self._handoff.close()
         self._buffers.close()
-        self._ready.put(LoaderError("the loader was closed"))
+        self._handoff.fail(LoaderError("the loader was closed"))
 
     def _plan(self) -> None:
         try:
             while not self._closing.is_set():
                 if not (self._start_next() or self._look_ahead()):
                     with self._turn:
+                        self._handoff.planner_sleeps = True
                         if self._idle():
                             self._turn.wait()
+                        self._handoff.planner_sleeps = False
                 if self._failure is not None and not self._announced:
                     raise self._failure  # behind the batches that are well
         except BaseException as error:
             self._making.put(error)
 
     def _idle(self) -> bool:
-        startable = self._slots > 0 and self._announced
+        startable = self._handoff.free > 0 and self._announced
         return not startable and not self._may_look_ahead() and not self._closing.is_set()
 
     def _may_look_ahead(self) -> bool:
@@ -210,11 +205,10 @@ class Pipeline:
 
     def _start_next(self) -> bool:
         """Give the next batch buffers and hand out its jobs, if the ring has a slot for it."""
-        if not self._announced or self._slots < 1:
+        if not self._announced or self._handoff.free < 1:
             return False
-        with self._turn:
-            self._slots -= 1
         with self._stages["assemble"].measure("busy"):
+            self._handoff.begin()
             number, plan = self._announced.popleft()
             images = {
                 camera: self._buffers.take((*seen.shape, *self._specs[camera].shape), self._specs[camera].dtype)
@@ -276,7 +270,7 @@ class Pipeline:
                 self._deliver(work)
                 del work  # while this thread waits, the batch's memory is its receiver's alone
         except BaseException as error:
-            self._ready.put(error)
+            self._handoff.fail(error)
 
     def _deliver(self, work: _Work) -> None:
         if work.error is not None:
@@ -292,7 +286,7 @@ class Pipeline:
             batch = self._finish(plan, work.images)
         with self._stages["transform"].measure("busy", items=1):
             batch = self._transform(batch)
-        self._ready.put(batch)
+        self._handoff.put(batch)
 
     def _decode(self) -> None:
         decode, fetch = self._stages["decode"], self._stages["fetch"]
@@ -305,10 +299,12 @@ class Pipeline:
                 return
             work, jobs = item
             error: BaseException | None = None
-            for job in jobs:
+            for place, job in enumerate(jobs):
                 if self._closing.is_set() or work.error is not None:
                     break
                 try:
+                    if place % _JOBS_READ == 0:
+                        self._pictures.ahead(jobs[place : place + _JOBS_READ])
                     self._pictures.write(work.plan, job, work.flat[job.camera])
                 except Exception as cause:
                     error = self._failed(work, job, cause)

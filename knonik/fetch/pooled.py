@@ -140,6 +140,9 @@ class PooledSource:
         offset, length = frames.reach(frame)
         return frames.cut(frame, self._read(key, offset, length, ahead=False), offset)
 
+    def ahead(self, frames: Sequence[tuple[str, int]]) -> None:
+        """See `PacketSource`; packets are fetched by `announce`, and waiting here would keep others from decoding."""
+
     def done(self, number: int) -> None:
         """See `PacketSource`."""
         with self._lock:

@@ -4,7 +4,8 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -48,6 +49,10 @@ class PacketSource(Protocol):
         """
         ...
 
+    def ahead(self, frames: Sequence[tuple[str, int]]) -> None:
+        """The calling thread will ask for the packets of these (key, frame) next, in any order; raises nothing."""
+        ...
+
     def done(self, number: int) -> None:
         """Batch `number` is decoded, or given up."""
         ...
@@ -61,6 +66,13 @@ class PacketSource(Protocol):
         ...
 
 
+class _Ahead(threading.local):
+    """Packets the thread has read and not asked for yet, by (key, frame)."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[str, int], tuple[list[memoryview], list[int]]] = {}
+
+
 class DirectSource:
     """Reads packets when they are asked for: for local folders, where the page cache is the pool."""
 
@@ -69,21 +81,37 @@ class DirectSource:
         self._lock = threading.Lock()
         self._reads = self._read_bytes = 0
         self._read_s = 0.0
+        self._own = _Ahead()
 
     def announce(self, number: int, units: Sequence[Unit]) -> bool:
         """Nothing is read ahead."""
         return True
 
-    def packets(self, key: str, frame: int) -> tuple[list[memoryview], list[int]]:
-        """One range read."""
+    def ahead(self, frames: Sequence[tuple[str, int]]) -> None:
+        """Read them now: one after another costs a third of what it does between two decodings, in cold caches."""
+        found = self._own.found
+        found.clear()
         begun = time.perf_counter()
-        packets, pts = self._index.object(key).fetch(self._store, frame)
+        for key, frame in frames:
+            with suppress(Exception):  # `packets` meets the same, in the place it belongs to
+                found[key, frame] = self._index.object(key).fetch(self._store, frame)
+        self._count(found.values(), begun)
+
+    def packets(self, key: str, frame: int) -> tuple[list[memoryview], list[int]]:
+        """Those read ahead, else one range read."""
+        if (found := self._own.found.pop((key, frame), None)) is not None:
+            return found
+        begun = time.perf_counter()
+        read = self._index.object(key).fetch(self._store, frame)
+        self._count([read], begun)
+        return read
+
+    def _count(self, reads: Collection[tuple[list[memoryview], list[int]]], begun: float) -> None:
         spent = time.perf_counter() - begun
         with self._lock:
-            self._reads += 1
-            self._read_bytes += sum(map(len, packets))
+            self._reads += len(reads)
+            self._read_bytes += sum(sum(map(len, packets)) for packets, _ in reads)
             self._read_s += spent
-        return packets, pts
 
     def done(self, number: int) -> None:
         """Nothing is kept."""

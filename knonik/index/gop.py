@@ -151,7 +151,11 @@ class ObjectIndex:
             IndexError: `body` does not hold the packets.
             Mp4Error: the sync packet is none.
         """
-        packets = self._packets_of(frame)
+        return self._cut(frame, self._packets_of(frame), body, begin)
+
+    def _cut(
+        self, frame: int, packets: slice, body: bytes | memoryview, begin: int
+    ) -> tuple[list[memoryview], list[int]]:
         offsets, sizes = self._offset[packets].tolist(), self._size[packets].tolist()
         ends = [offset - begin + size for offset, size in zip(offsets, sizes, strict=True)]
         if min(offsets) < begin or max(ends) > len(body):
@@ -175,8 +179,9 @@ class ObjectIndex:
 
         The same as `gop(frame).through(frame).read(store)` at a fifth of the cost: a small frame decodes in 100 us.
         """
-        begin, length = self.reach(frame)
-        return self.cut(frame, store.read_range(self.key, begin, length), begin)
+        packets = self._packets_of(frame)
+        begin, length = self._extent(packets.start, packets.stop)
+        return self._cut(frame, packets, store.read_range(self.key, begin, length), begin)
 
     def reach(self, frame: int) -> tuple[int, int]:
         """(offset, length) of the bytes that `frame` needs, which may be fewer than those of its whole GOP."""

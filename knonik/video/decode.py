@@ -6,6 +6,8 @@ packets stored before its own, so decoding stops at the last wanted packet and w
 reordering (B-frames) is drained.
 """
 
+import functools
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -13,9 +15,14 @@ from dataclasses import dataclass
 from typing import IO, Any, Protocol
 
 import av
+import av.video.reformatter
 import numpy as np
 from av.video.reformatter import VideoReformatter
 from numpy.typing import NDArray
+
+from knonik.video import swscale
+
+logger = logging.getLogger(__name__)
 
 # libav's own `av1` decoder needs hardware; container readers take dav1d too.
 _DECODERS: Mapping[str, str] = {"av1": "libdav1d"}
@@ -93,9 +100,10 @@ class GopDecoder:
         targets: dict[int, list[NDArray[Any]]] = {}
         for time, array in zip(wanted, out, strict=True):
             targets.setdefault(time, []).append(array)
-        last = max((index for index, time in enumerate(pts) if time in targets), default=-1)
-        missing = targets.keys() - set(pts)
-        if missing:
+        last = len(pts) - 1
+        while last >= 0 and pts[last] not in targets:
+            last -= 1
+        if missing := targets.keys() - pts:
             raise DecodeError(f"no packet has pts {sorted(missing)}; the GOP holds {_span(pts)}")
         key = (codec.name, codec.extradata)
         contexts: OrderedDict[tuple[str, bytes], _Context]
@@ -131,6 +139,7 @@ class _Context:
         self._decoder.options = {"strict": "1"}
         # One converter for all frames and no threads of its own: setting one up costs more than a small frame does.
         self._reformatter = VideoReformatter()
+        self._converters: dict[tuple[FrameTags, int, int], swscale.Converter | None] = {}
         self._used = False
 
     def decode(
@@ -178,6 +187,8 @@ class _Context:
                 f"{found.range}, unlike the first frames of its camera"
             )
         if format == "rgb24":
+            if self._converted(frame, found, arrays):
+                return found
             frame = self._reformatter.reformat(frame, format="rgb24", threads=1)
         elif found.pix_fmt not in _SAME_LAYOUT[format]:
             raise DecodeError(f"the frame with pts {frame.pts} is {found.pix_fmt}, which cannot be given as {format}")
@@ -185,9 +196,47 @@ class _Context:
             _WRITERS[format](frame, array)
         return found
 
+    def _converted(self, frame: Any, tags: FrameTags, arrays: list[NDArray[Any]]) -> bool:
+        """Have libswscale write a frame into `arrays` itself; False where that is not known to be the same."""
+        height, width, first = frame.height, frame.width, arrays[0]
+        key = tags, height, width
+        try:
+            converter = self._converters[key]
+        except KeyError:
+            converter = self._converters[key] = _converter(*key) if _writes_the_same(*key) else None
+        # Of an interlaced frame PyAV converts each field by itself.
+        if converter is None or frame.interlaced_frame or not converter.write(frame, first):
+            return False
+        for array in arrays[1:]:
+            array[...] = first
+        return True
+
 
 def _tags(frame: Any) -> FrameTags:
-    return FrameTags(pix_fmt=frame.format.name, matrix=int(frame.colorspace), range=int(frame.color_range))
+    return _tags_of(frame.format.name, int(frame.colorspace), int(frame.color_range))
+
+
+@functools.lru_cache(maxsize=64)
+def _tags_of(pix_fmt: str, matrix: int, range: int) -> FrameTags:
+    return FrameTags(pix_fmt=pix_fmt, matrix=matrix, range=range)
+
+
+def _converter(tags: FrameTags, height: int, width: int) -> swscale.Converter:
+    module = av.video.reformatter.__file__
+    return swscale.Converter(module, height, width, tags.pix_fmt, tags.matrix, tags.range)
+
+
+@functools.lru_cache(maxsize=64)
+def _writes_the_same(tags: FrameTags, height: int, width: int) -> bool:
+    """Whether libswscale, given an array to write to, makes of a noisy frame what PyAV makes of it: 10 ms, once."""
+    if not swscale.fits(tags.pix_fmt, height, width):
+        return False
+    frame = _frame(np.random.default_rng(0).integers(0, 256, height * width * 3 // 2, np.uint8), height, width, tags)
+    try:
+        return _converter(tags, height, width).agrees(frame, _rgb(frame))
+    except (OSError, av.FFmpegError) as error:  # what PyAV refuses too, it will refuse by itself
+        logger.info("pictures are copied out of PyAV's frames: %s", error)
+        return False
 
 
 def _plane(frame: Any, number: int, dtype: Any, height: int, *row: int) -> NDArray[Any]:
@@ -261,7 +310,11 @@ def read_container(file: IO[bytes], format: str = "rgb24") -> Iterator[tuple[flo
 
 
 def swscale_rgb(planes: NDArray[np.uint8], height: int, width: int, tags: FrameTags) -> NDArray[np.uint8]:
-    """Planes [N] (as `yuv420p` of `GopDecoder`) to [H, W, 3] by the libswscale at hand."""
+    """Planes [N] (as `yuv420p` of `GopDecoder`) to [H, W, 3] by the libswscale at hand, as PyAV calls it."""
+    return _rgb(_frame(planes, height, width, tags))
+
+
+def _frame(planes: NDArray[np.uint8], height: int, width: int, tags: FrameTags) -> Any:
     frame: Any = av.VideoFrame(width, height, tags.pix_fmt)
     frame.colorspace, frame.color_range = tags.matrix, tags.range
     half = -(-height // 2), -(-width // 2)
@@ -270,5 +323,9 @@ def swscale_rgb(planes: NDArray[np.uint8], height: int, width: int, tags: FrameT
         rows = np.zeros((shape[0], plane.line_size), np.uint8)
         rows[:, : shape[1]] = part.reshape(shape)
         plane.update(rows)
+    return frame
+
+
+def _rgb(frame: Any) -> NDArray[np.uint8]:
     rgb: Any = VideoReformatter().reformat(frame, format="rgb24", threads=1)
-    return _plane(rgb, 0, np.uint8, height, width, 3).copy()
+    return _plane(rgb, 0, np.uint8, frame.height, frame.width, 3).copy()

@@ -49,6 +49,9 @@ class Stuck:
     def announce(self, number: int, units: object) -> bool:
         return True
 
+    def ahead(self, jobs: object) -> None:
+        pass
+
     def write(self, plan: BatchPlan, job: GopJob, flat: object) -> None:
         self.writing += 1
         self.begun.set()

@@ -97,6 +97,16 @@ def test_a_local_folder_is_read_when_asked(make_set: Callable[..., Path], tmp_pa
         source.done(0)
         assert source.gauges()["reads"] == 1
         assert source.gauges()["read_bytes"] == gop.sizes.sum()
+        # Read ahead by the thread that needs it, it is not read again; what cannot be read is told by `packets`.
+        source.ahead([(key, number), (key, 10**6), ("none.mp4", 0)])
+        assert source.packets(key, number) == (packets, pts)
+        assert source.gauges()["reads"] == 2
+        with pytest.raises(IndexError):
+            source.packets(key, 10**6)
+        source.ahead([(key, number)])
+        source.ahead([])  # nothing is kept for who changes its mind
+        source.packets(key, number)
+        assert source.gauges()["reads"] == 4
         source.close()
 
 

@@ -147,15 +147,16 @@ def _frame_bytes(recipe: Recipe, part: PartConfig, dataset: Any) -> int:
     try:
         if not size(recipe, "decoded"):
             return 0
-        edge = ProcessorConfig(**processor_settings(recipe, part.embodiment)).shortest_image_edge
+        settings = ProcessorConfig(**processor_settings(recipe, part.embodiment))
     except (TypeError, ValueError, OSError):
         return 0  # reported where it belongs
     from models.gr00t_n17.inputs.images import FirstResize  # needs torch
 
+    prefix = FirstResize.of(settings)
     total = 0
     for camera in dataset.cameras if part.cameras is None else part.cameras.values():
         frame = dataset.image_shape(camera)
-        total += len(dataset) * 3 * math.prod(FirstResize(edge).shape(*frame) if edge else frame)
+        total += len(dataset) * 3 * math.prod(prefix.shape(*frame) if prefix else frame)
     return total
 
 

@@ -9,7 +9,7 @@ equal size are one batch. Steps that change nothing are not run.
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from models.common.resample import multiple_size, resize_bicubic, shortest_edge_
 from models.common.resize_area import resize_area, resize_area_frames
 from models.common.rotate import draw_angle, rotate
 from models.gr00t_n17.inputs.image_settings import ImageSettings, Size
+
+if TYPE_CHECKING:
+    from models.gr00t_n17.inputs.settings import ProcessorConfig
 
 
 @dataclass(frozen=True)
@@ -108,15 +111,12 @@ class FirstResize:
         self.key = f"gr00t-area-{size}{'-letterbox' if letter_box else ''}"
 
     @classmethod
-    def of(cls, settings: ImageSettings) -> "FirstResize | None":
-        """The first step of a path; None where it begins with a random one."""
-        if settings.recipe == "none":
+    def of(cls, settings: "ImageSettings | ProcessorConfig") -> "FirstResize | None":
+        """The first step of a path; None where frames keep their size."""
+        edge, target = settings.shortest_image_edge, settings.image_target_size
+        if edge is None and target is None:
             return None
-        return cls(
-            settings.shortest_image_edge,
-            target=settings.image_target_size,
-            letter_box=settings.letter_box_transform,
-        )
+        return cls(edge, target=target, letter_box=settings.letter_box_transform)
 
     def shape(self, height: int, width: int) -> Size:
         """Size of the result for a frame of the given size."""

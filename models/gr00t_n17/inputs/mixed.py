@@ -11,9 +11,10 @@ from torch import Tensor
 from models.common import draws
 from models.common.batch import MixedBatch
 from models.gr00t_n17.inputs import processor_file
+from models.gr00t_n17.inputs.frames import check_images, frame_size, num_times
 from models.gr00t_n17.inputs.images import FirstResize, plan_cameras
 from models.gr00t_n17.inputs.normalize import merged
-from models.gr00t_n17.inputs.processor import Processor, frame_size, num_times
+from models.gr00t_n17.inputs.processor import Processor
 
 # What may differ between the parts of a mixture; all else is one setting of the model.
 _OWN = ("mask_padded_steps", "exclude_state", "use_relative_action", "apply_sincos_state_encoding")
@@ -59,7 +60,8 @@ class MixedProcessor:
                 ("model config", part.config, first.config),
                 ("tokenizer", part.tokenizer.to_dict(), first.tokenizer.to_dict()),
                 ("seed", part.seed, first.seed),
-                ("processor settings", _shared_settings(part), _shared_settings(first)),
+                ("set of processor settings", _shared_settings(part), _shared_settings(first)),
+                ("set of video steps", part.modalities.video_deltas, first.modalities.video_deltas),
             ):
                 if own != shared:
                     raise ValueError(f"data.mixture[{number}] has another {name} than data.mixture[0]: {own}, {shared}")
@@ -74,9 +76,7 @@ class MixedProcessor:
 
     def prepare(self, batch: MixedBatch) -> dict[str, Any]:
         """As `Processor.prepare`; where the parts' cameras differ also which patches belong to the samples' images."""
-        missing = [camera for camera in self.cameras if camera not in batch.images]
-        if missing:
-            raise ValueError(f"cameras {missing} are not in the batch, which has {sorted(batch.images)}")
+        check_images(batch, self.cameras, self.parts[0].modalities.video_deltas)
         dataset = batch.dataset.numpy()
         if (unknown := set(dataset.tolist()) - set(range(len(self.parts)))) or not len(dataset):
             raise ValueError(f"batch.dataset names the parts {sorted(unknown)}; there are {len(self.parts)}")

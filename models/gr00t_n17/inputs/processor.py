@@ -13,8 +13,9 @@ from models.common import draws
 from models.common.batch import Batch
 from models.gr00t_n17.config import GR00TN17Config
 from models.gr00t_n17.inputs import embodiments, modality_sources, processor_file, processor_sources
+from models.gr00t_n17.inputs.frames import check_images, image_tokens
 from models.gr00t_n17.inputs.image_settings import ImageSettings
-from models.gr00t_n17.inputs.images import FirstResize, ImageTransform, plan_cameras
+from models.gr00t_n17.inputs.images import FirstResize, ImageTransform
 from models.gr00t_n17.inputs.modality import Modalities
 from models.gr00t_n17.inputs.normalize import Normalizer, Numbers, Statistics
 from models.gr00t_n17.inputs.processor_sources import DatasetParts, Stored
@@ -225,9 +226,7 @@ class Processor:
         Returns input_ids, attention_mask int64 [B, S]; state [B, 1, Ds], action and action_mask [B, H, Da] float32;
         embodiment_id, position int64 [B]. Action entries are left out where `batch.action` is empty.
         """
-        missing = [camera for camera in self.cameras if camera not in batch.images]
-        if missing:
-            raise ValueError(f"cameras {missing} are not in the batch, which has {sorted(batch.images)}")
+        check_images(batch, self.cameras, self.modalities.video_deltas)
         tokens = image_tokens(self.image_settings, [batch.images[camera] for camera in self.cameras])
         settings = self.processor_config
         input_ids, attention_mask = self.prompts.batch(
@@ -344,25 +343,6 @@ class Processor:
             tokenizer=tokenizer or load_tokenizer(described),
             **values,
         )
-
-
-def image_tokens(settings: ImageSettings, images: Sequence[Any]) -> list[int]:
-    """Tokens of each image of a sample, time-major and then in the order of the cameras' frames [B, T, ...]."""
-    plans = plan_cameras(settings, [frame_size(frames) for frames in images])
-    return [plan.tokens for plan in plans] * num_times(images[0])
-
-
-def frame_size(images: Any) -> tuple[int, int]:
-    """(height, width) of frames uint8 [B, T, H, W, 3], or of colour planes that say their size."""
-    if isinstance(images, Tensor):
-        return images.shape[2], images.shape[3]
-    return images.height, images.width
-
-
-def num_times(images: Any) -> int:
-    """T of frames or colour planes [B, T, ...]."""
-    shape = images.shape if isinstance(images, Tensor) else images.data.shape
-    return int(shape[1])
 
 
 def padded(values: np.ndarray, rows: int, width: int) -> Tensor:

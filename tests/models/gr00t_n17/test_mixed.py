@@ -51,9 +51,19 @@ def part(tag: str, cameras: list[str], width: int, horizon: int, *, seed: int = 
     )
 
 
+def with_video(part: Processor, deltas: tuple[int, ...] = (-2, 0)) -> Processor:
+    """The same part reading frames of the past, as a checkpoint's modality config may say."""
+    described = part.to_dict()
+    described["modalities"]["video_deltas"] = list(deltas)
+    return Processor.from_dict(described)
+
+
 @pytest.fixture
 def parts() -> list[Processor]:
-    return [part("libero_sim", ["top", "wrist"], 3, 8), part("new_embodiment", ["side", "top"], 5, 6, seed=3)]
+    return [
+        with_video(part("libero_sim", ["top", "wrist"], 3, 8)),
+        with_video(part("new_embodiment", ["side", "top"], 5, 6, seed=3)),
+    ]
 
 
 def batch(members: slice | torch.Tensor = slice(None), cut: int = 8) -> SimpleNamespace:
@@ -106,7 +116,7 @@ def test_every_sample_gets_what_its_own_processor_gives(parts: list[Processor]) 
 
 
 def test_one_slot_for_all_parts_is_one_integer(parts: list[Processor]) -> None:
-    mixed = MixedProcessor([parts[1], part("robocasa_panda_omron", ["side", "top"], 3, 8)])
+    mixed = MixedProcessor([parts[1], with_video(part("robocasa_panda_omron", ["side", "top"], 3, 8))])
     assert mixed.active_slots == (10,)
     assert network_inputs(mixed, batch())["embodiment_id"] == 10
     assert "image_rows" not in mixed.prepare(batch())
@@ -164,8 +174,15 @@ def test_predictions_are_decoded_by_the_part(parts: list[Processor]) -> None:
 
 def test_parts_that_do_not_go_together_are_refused(parts: list[Processor]) -> None:
     other = part("libero_sim", ["top"], 3, 8, state_dropout_prob=0.0)
-    with pytest.raises(ValueError, match=r"data.mixture\[1\] has another processor settings"):
+    with pytest.raises(ValueError, match=r"data.mixture\[1\] has another set of processor settings"):
         MixedProcessor([parts[1], other])
+    with pytest.raises(ValueError, match=r"data.mixture\[1\] has another set of video steps.*\(-3, 0\), \(-2, 0\)"):
+        MixedProcessor([parts[1], with_video(parts[0], (-3, 0))])
+    alone = part("libero_sim", ["top"], 3, 8)
+    with pytest.raises(
+        ValueError, match=r"top has 2 frames per sample, the modality config reads 1, at the steps \[0\]"
+    ):
+        alone.prepare(batch())
     bad = batch()
     bad.dataset = bad.dataset + 1
     with pytest.raises(ValueError, match=r"names the parts \[2\]; there are 2"):

@@ -277,7 +277,8 @@ class Backbone(nn.Module):
 
     def _check_autocast(self, device: torch.device) -> None:
         weight, norm = self.visual.patch_embed.proj.weight.dtype, self.visual.blocks[0].norm1.weight.dtype
-        if weight != norm and not torch.is_autocast_enabled(device.type):
+        available = torch.amp.is_autocast_available(device.type)
+        if weight != norm and not (available and torch.is_autocast_enabled(device.type)):
             raise ValueError(
                 f"the backbone keeps product weights in {weight} and norms in {norm} (precision=lean or bf16): run it "
                 "under bfloat16 autocast (trainer precision bf16-mixed; `precision.context(network)` outside a trainer)"

@@ -75,11 +75,11 @@ def to_file(processor: "Processor | MixedProcessor", base: Mapping[str, Any] | N
         **base.get("processor_kwargs", {}),
     }
     kwargs |= {name: getattr(settings, name) for name in (*_SAME, *_IMAGES)}
-    jitter = settings.color_jitter
+    jitter, configs = settings.color_jitter, kwargs.get("modality_configs", {})
     kwargs |= {
         "modality_configs": {
-            **kwargs.get("modality_configs", {}),
-            **{part.embodiment: part.modalities.to_config() for part in processor.parts},
+            **configs,
+            **{part.embodiment: _config(part, configs.get(part.embodiment, {})) for part in processor.parts},
         },
         "color_jitter_params": dict(zip(_JITTER, jitter, strict=True)) if jitter else None,
         "model_name": config.model_name,
@@ -105,3 +105,11 @@ def statistics_file(processor: "Processor | MixedProcessor", base: Mapping[str, 
 def embodiment_file(processor: "Processor | MixedProcessor", base: Mapping[str, int] | None = None) -> dict[str, int]:
     """Content of embodiment_id.json: `base`, the released tags it does not name, and the processor's own."""
     return {**merge(base or {}), **{part.embodiment: part.embodiment_id for part in processor.parts}}
+
+
+def _config(part: "Processor", base: Mapping[str, Any]) -> dict[str, Any]:
+    """A part's modality config over the checkpoint's: sections not read here stay, and further names of the text."""
+    config = part.modalities.to_config()
+    names = base.get("language", {}).get("modality_keys") or [None]
+    same = {"language": base["language"]} if names[0] == part.modalities.language else {}
+    return {**base, **config, **same}

@@ -99,6 +99,18 @@ def test_files_come_back_as_they_were(folder: CheckpointFolder, tokenizer: WordT
     assert again.to_dict() == found.to_dict()  # with the tokenizer of the run that wrote it
 
 
+def test_sections_that_are_not_read_and_further_texts_stay(folder: CheckpointFolder, tokenizer: WordTokenizer) -> None:
+    base = json.loads(json.dumps(folder.processor_file))
+    config = base["processor_kwargs"]["modality_configs"]["new_embodiment"]
+    config["mask"] = {"delta_indices": [0], "modality_keys": ["front"]}
+    config["language"]["modality_keys"].append("annotation.paraphrase")
+    trained = for_dataset(folder, tokenizer, config=folder.config)
+    written = trained.to_file(base)["processor_kwargs"]["modality_configs"]["new_embodiment"]
+    assert written["mask"] == config["mask"]
+    assert written["language"] == config["language"]
+    assert len(written["action"]["modality_keys"]) == 2
+
+
 def test_a_trained_run_is_deployed_from_its_files(
     folder: CheckpointFolder, tokenizer: WordTokenizer, tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ from recipes.build import build_datamodule, build_module, build_network, with_lo
 from recipes.build_processor import build_processor
 from recipes.check import batch_size_per_rank
 from recipes.evaluate import closed_loop, swapped
+from recipes.feature_cache import build_feature_cache
 from recipes.held_out import build_validation
 from recipes.ranks import is_first, rank, world_size
 from recipes.run import Run, set_torch_threads
@@ -102,7 +103,8 @@ def _train_policy(
         ]
         ids = held_out[0] if recipe.data.mixture is None else held_out
         run.record.write_environment({"fingerprint": fingerprint, "world_size": world_size(), "episodes_held_out": ids})
-    run.fit(build_module(recipe, network), datamodule=data)
+    features = build_feature_cache(recipe, network, processor, fingerprint, run.trainer.strategy.root_device.type)
+    run.fit(build_module(recipe, network, features), datamodule=data)
     if run.stopped_by is not None:
         return None, 128 + run.stopped_by
     run.save_final()

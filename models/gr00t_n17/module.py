@@ -17,6 +17,8 @@ from models.common.optim import (
     settings_of,
 )
 from models.gr00t_n17.checkpoint.trained import FrozenWeights
+from models.gr00t_n17.feature_store import FeatureCache
+from models.gr00t_n17.features import KEYS, cached_forward
 from models.gr00t_n17.flops import step_flops
 from models.gr00t_n17.layers.grids import Grid
 from models.gr00t_n17.network import GR00TN17
@@ -32,6 +34,7 @@ class GR00TN17Module(LightningModule):
         optimizer: lr, betas, eps, weight_decay (and fused) of AdamW.
         schedule: max_steps and warmup_steps or warmup_ratio.
         flow_draws: independent (noise, time) draws per sample that share one backbone pass.
+        feature_cache: keeps the outputs of a frozen backbone; the inputs then carry `features.with_keys`' keys.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class GR00TN17Module(LightningModule):
         optimizer: OptimizerConfig | Mapping[str, Any],
         schedule: ScheduleConfig | Mapping[str, Any],
         flow_draws: int = 1,
+        feature_cache: FeatureCache | None = None,
     ) -> None:
         super().__init__()
         if flow_draws < 1:
@@ -55,12 +59,14 @@ class GR00TN17Module(LightningModule):
         self.optimizer_config: OptimizerConfig = from_options(OptimizerConfig, optimizer, "optimizer")
         self.schedule_config: ScheduleConfig = from_options(ScheduleConfig, schedule, "schedule")
         self.flow_draws = int(flow_draws)
+        self.feature_cache = feature_cache
         self._last_step = -1
         self._micro_batch = 0
         self._mean = StepMean()
         self._factor: Tensor | None = None
         self._last_shapes: tuple[int, int, tuple[Grid, ...], bool] | None = None
-        self._flops: dict[tuple[int, int, tuple[Grid, ...], bool], int] = {}
+        self._flops: dict[tuple[int, int, tuple[Grid, ...], bool], tuple[int, int]] = {}
+        self._backbone_share = 1.0
         self._settings: list[dict[str, Any]] = []
         self._frozen = FrozenWeights(network)
         self.train()
@@ -88,7 +94,7 @@ class GR00TN17Module(LightningModule):
             draws.stream_key(self.seed, "step", self.global_step, self._micro_batch, self.global_rank) >> 1
         )
         noise, time = self.flow_variables(inputs["position"])
-        mean = self.network(inputs, noise=noise, time=time)
+        mean = self._loss(inputs, noise, time)
         self._last_shapes = self._shapes(inputs)
         weight = inputs["action_mask"].sum(dtype=torch.float32) * self.flow_draws + 1e-6  # what the mean was divided by
         error = mean * weight
@@ -96,6 +102,17 @@ class GR00TN17Module(LightningModule):
         if self._shares() == 1:
             return mean
         return {"loss": error, "loss_sum": error.detach(), "loss_weight": weight}
+
+    def _loss(self, inputs: Mapping[str, Any], noise: Tensor, time: Tensor) -> Tensor:
+        """Mean loss of a micro-batch; the backbone runs for the samples that the cache does not have."""
+        cache = self.feature_cache
+        if cache is None:
+            return self.network(inputs, noise=noise, time=time)
+        before = cache.misses
+        features = cached_forward(self.network.backbone, cache, inputs, inputs[KEYS])
+        self._backbone_share = (cache.misses - before) / len(inputs["position"])
+        rest = (inputs[name] for name in ("state", "action", "action_mask", "embodiment_id"))
+        return self.network.action_head.loss(*features, *rest, noise, time)
 
     def flow_variables(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """Noise [K * B, H, Da] and time [K * B] for int64 positions [B], row k * B + b being draw k of sample b."""
@@ -163,15 +180,21 @@ class GR00TN17Module(LightningModule):
             return 0
         if self._last_shapes not in self._flops:
             batch, length, grids, still = self._last_shapes
-            self._flops[self._last_shapes] = step_flops(
-                self.network,
-                image_grids=grids,
-                sequence_length=length,
-                batch_size=batch,
-                draws=self.flow_draws,
-                still_frames=still,
+            whole, head = (
+                step_flops(
+                    self.network,
+                    image_grids=grids,
+                    sequence_length=length,
+                    batch_size=batch,
+                    draws=self.flow_draws,
+                    still_frames=still,
+                    cached_features=cached,
+                )
+                for cached in (False, True)
             )
-        return self._flops[self._last_shapes]
+            self._flops[self._last_shapes] = head, whole - head
+        head, backbone = self._flops[self._last_shapes]
+        return head + round(self._backbone_share * backbone)
 
     def _shapes(self, inputs: Mapping[str, Any]) -> tuple[int, int, tuple[Grid, ...], bool]:
         """What the FLOP count needs of a batch, as host integers: size, prompt length, patch grids, still frames."""

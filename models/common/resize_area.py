@@ -42,27 +42,34 @@ def resize_area_frames(frames: Tensor, height: int, width: int) -> Tensor:
     columns, rows = _shares(source, (height, width), frames.device)
     out = frames.new_empty(len(frames), height, width, frames.shape[3])
     for frame, target in zip(frames.contiguous(), out, strict=True):  # one after the other stays in the cache
-        target.copy_(_shrunk(frame, columns, rows).view_as(target))
+        sums = _sums(frame, columns, rows)
+        lines = target.flatten(1)
+        if _is_mean(source, (height, width)):  # sums of integers: exact in any order
+            lines.copy_(_levels(sums, source, (height, width)))
+            continue
+        rounded = sums.round()
+        lines.copy_(rounded)
+        _settle_halves(lines, sums.sub_(rounded), frame, columns, rows)
     return out
 
 
-def _shrunk(frame: Tensor, columns: Taps, rows: Taps) -> Tensor:
-    """uint8 [H, W, C] on the CPU -> uint8 [h, w * C]."""
-    source, (channels, width, height) = frame.shape, (frame.shape[2], columns.index.shape[1], rows.index.shape[1])
+def _sums(frame: Tensor, columns: Taps, rows: Taps) -> Tensor:
+    """uint8 [H, W, C] on the CPU -> float32 [h, w * C], down before across."""
+    channels, width, height = frame.shape[2], columns.index.shape[1], rows.index.shape[1]
     down = embedding_bag(rows.index.T, frame.flatten(1).to(torch.float32), per_sample_weights=rows.weight.T, mode="sum")
-    turned = down.t().contiguous().view(source[1], channels * height)
+    turned = down.t().contiguous().view(frame.shape[1], channels * height)
     across = embedding_bag(columns.index.T, turned, per_sample_weights=columns.weight.T, mode="sum")
-    out = across.view(width * channels, height).t().contiguous()
-    if not _is_mean(source[:2], (height, width)):  # whole cells are sums of integers: exact in any order
-        _settle_halves(out, frame, columns, rows)
-    return _levels(out, source[:2], (height, width))
+    return across.view(width * channels, height).t().contiguous()
 
 
-def _settle_halves(out: Tensor, frame: Tensor, columns: Taps, rows: Taps) -> None:
-    """Sum the entries of `out` [h, w * C] again, in the reference's order, where rounding depends on the order."""
+def _settle_halves(out: Tensor, rest: Tensor, frame: Tensor, columns: Taps, rows: Taps) -> None:
+    """Sum entries of `out` [h, w * C] again, in the reference's order, where rounding depends on the order.
+
+    `rest` is what rounding took away, in [-0.5, 0.5].
+    """
     # Each of the two results is off by at most one rounding for each of its products and sums along both axes.
     bound = 2 * (len(columns.index) + len(rows.index) + 2) * 255 * _ULP
-    places = (out.frac().sub_(0.5).abs_() < bound).flatten().nonzero().squeeze(1)
+    places = (rest.abs_() > 0.5 - bound).flatten().nonzero().squeeze(1)
     if not len(places):
         return
     channels = frame.shape[2]
@@ -76,7 +83,7 @@ def _settle_halves(out: Tensor, frame: Tensor, columns: Taps, rows: Taps) -> Non
     total = across[0] * rows.weight[0, y]
     for k in range(1, len(across)):
         total += across[k] * rows.weight[k, y]
-    out.view(-1)[places] = total
+    out.view(-1)[places] = total.round_().to(torch.uint8)
 
 
 def _levels(out: Tensor, source: tuple[int, int], target: tuple[int, int]) -> Tensor:

@@ -5,7 +5,7 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipes.check_checkpoint import architecture_problems, processor_problems
+from recipes.check_checkpoint import architecture_problems, processor_problems, processor_settings
 from recipes.check_data import parsed_size
 from recipes.parse import misfits
 from recipes.parts import key, parts, slot
@@ -13,6 +13,12 @@ from recipes.schema import Recipe
 
 if TYPE_CHECKING:
     from models.gr00t_n17.config import GR00TN17Config
+
+_FROZEN_BY_ADAPTERS = {
+    "llm": ("tune_llm", "tune_top_llm_layers"),
+    "vision": ("tune_visual",),
+    "dit": ("tune_diffusion_model",),
+}
 
 
 def model_problems(recipe: Recipe) -> list[str]:
@@ -112,6 +118,14 @@ def _lora(recipe: Recipe, config: "GR00TN17Config") -> list[str]:
     for name in ("rank", "alpha"):
         if not getattr(lora, name) > 0:
             problems.append(f"model.lora.{name}: {getattr(lora, name)} is not positive")
+    if twice := sorted({target for target in lora.targets if lora.targets.count(target) > 1}):
+        problems.append(f"model.lora.targets: {twice[0]!r} stands there twice")
+    problems += [
+        f"model.config.{name}: has no effect, adapters on {target} freeze what it tunes; leave one of them out"
+        for target, names in _FROZEN_BY_ADAPTERS.items()
+        for name in names
+        if target in lora.targets and recipe.model.config.get(name)
+    ]
     if not 0 <= lora.dropout < 1:
         problems.append(f"model.lora.dropout: {lora.dropout} is not in [0, 1)")
     return problems
@@ -131,4 +145,20 @@ def _feature_cache(recipe: Recipe, config: "GR00TN17Config") -> list[str]:
     ]
     if recipe.model.lora is not None and {"llm", "vision"} & set(recipe.model.lora.targets):
         problems.append("model.feature_cache: the backbone changes with adapters on llm or vision; give 0")
-    return problems
+    return problems + _random_images(recipe, config)
+
+
+def _random_images(recipe: Recipe, config: "GR00TN17Config") -> list[str]:
+    from models.gr00t_n17.inputs.image_settings import ImageSettings
+    from models.gr00t_n17.inputs.settings import ProcessorConfig
+
+    try:
+        settings = ImageSettings.of(ProcessorConfig(**processor_settings(recipe)), config.backbone.vision)
+    except (TypeError, ValueError, OSError):
+        return []  # reported with the processor
+    if not settings.is_random:
+        return []
+    return [
+        f"model.feature_cache: every pass sees other images ({settings.describe()}); give "
+        "model.processor.random_crop=false and neither rotation nor colour jitter, or 0"
+    ]

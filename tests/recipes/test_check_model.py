@@ -109,6 +109,12 @@ def test_a_feature_cache_needs_a_frozen_backbone(arm_dataset: Path, tmp_path: Pa
     lines = report("gr00t_n17/finetune", overrides(arm_dataset, None, tmp_path, *more))
     assert any("model.feature_cache: the backbone changes with model.config.tune_visual=True" in line for line in lines)
     assert any("model.feature_cache: the backbone changes with adapters on llm or vision" in line for line in lines)
+    assert any("model.config.tune_visual: has no effect, adapters on vision freeze" in line for line in lines)
+    kept = ("model.feature_cache=1GB", "model.config={tune_llm: false, tune_visual: false}")
+    (line,) = report("gr00t_n17/finetune", overrides(arm_dataset, None, tmp_path, *kept))
+    assert "every pass sees other images (image recipe A" in line
+    steady = overrides(arm_dataset, None, tmp_path, *kept, "model.processor.random_crop=false")
+    assert checked("gr00t_n17/finetune", steady).model.feature_cache == "1GB"
 
 
 def test_whole_columns_are_groups_where_no_file_names_any(write_dataset, tmp_path: Path) -> None:

@@ -126,12 +126,11 @@ class Modalities:
 
     def by_group(self) -> Self:
         """The same for inputs that come by group and camera name, not by column: a deployed policy's observations."""
-        whole = [
-            tuple(dataclasses.replace(g, column=g.name, start=0, stop=g.dim) for g in groups)
-            for groups in (self.state, self.action)
-        ]
         return dataclasses.replace(
-            self, state=whole[0], action=whole[1], video=tuple((name, name) for name, _ in self.video)
+            self,
+            state=tuple(dataclasses.replace(g, column=g.name, start=0, stop=g.dim) for g in self.state),
+            action=tuple(dataclasses.replace(g, column=g.name, start=0, stop=g.dim) for g in self.action),
+            video=tuple((name, name) for name, _ in self.video),
         )
 
     def to_config(self) -> dict[str, dict[str, Any]]:
@@ -171,15 +170,11 @@ class Modalities:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """What `to_dict` described."""
-        plain = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-        return cls(
-            **{
-                **plain,
-                "video": tuple((name, camera) for name, camera in values["video"]),
-                "state": tuple(Group(**group) for group in values["state"]),
-                "action": tuple(ActionGroup(**group) for group in values["action"]),
-            }
-        )
+        plain: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
+        plain["video"] = tuple((name, camera) for name, camera in values["video"])
+        plain["state"] = tuple(Group(**group) for group in values["state"])
+        plain["action"] = tuple(ActionGroup(**group) for group in values["action"])
+        return cls(**plain)
 
 
 def _relative_problems(group: ActionGroup, reference: Group | None, states: list[str]) -> list[str]:

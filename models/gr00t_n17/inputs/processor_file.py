@@ -97,7 +97,9 @@ def statistics_file(processor: "Processor | MixedProcessor", base: Mapping[str, 
     """Content of statistics.json: the processor's embodiments replace those of their names in `base`."""
     out = dict(base or {})
     for part in processor.parts:
-        empty = {section: {} for section in out.get(part.embodiment, {})}  # sections stay, if with nothing in them
+        empty: dict[str, Any] = {
+            section: {} for section in out.get(part.embodiment, {})
+        }  # sections stay, if with nothing in them
         out[part.embodiment] = {**empty, **part.statistics.to_dict()}
     return out
 

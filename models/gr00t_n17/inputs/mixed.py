@@ -163,6 +163,7 @@ class MixedProcessor:
                 {key: batch.state[key][chosen] for key in part.state_keys if key in batch.state},
                 action if batch.action else {},
                 batch.action_is_pad[chosen, : part.horizon] if batch.action else batch.action_is_pad,
+                count=len(chosen),
             )
             for name, values in found.items():
                 if name not in out:

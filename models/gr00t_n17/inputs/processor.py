@@ -237,15 +237,16 @@ class Processor:
             "attention_mask": attention_mask,
             "embodiment_id": torch.full((len(input_ids),), self.embodiment_id, dtype=torch.int64),
             "position": batch.position.to(torch.int64),
-            **self.vectors(batch.state, batch.action, batch.action_is_pad),
+            **self.vectors(batch.state, batch.action, batch.action_is_pad, count=len(batch.text)),
         }
 
     def vectors(
-        self, state: Mapping[str, Tensor], action: Mapping[str, Tensor], action_is_pad: Tensor
+        self, state: Mapping[str, Tensor], action: Mapping[str, Tensor], action_is_pad: Tensor, *, count: int
     ) -> dict[str, Tensor]:
-        """The `state`, `action` and `action_mask` of `prepare`, the latter two only with action columns."""
+        """The `state`, `action` and `action_mask` of `prepare` for `count` samples, the latter two only with action."""
         states = {key: value.numpy() for key, value in state.items()}
-        values = self.state_action.state(states)
+        # Without state groups the network sees zeros.
+        values = self.state_action.state(states) if self.modalities.state else np.zeros((count, 1, 0), np.float32)
         if values.shape[1] != 1:
             raise ValueError(f"the state has {values.shape[1]} time steps, the model reads 1; use window [0] for it")
         if self.processor_config.exclude_state:

@@ -132,6 +132,12 @@ def test_prepare_concatenates_pads_and_masks() -> None:
     assert all(value.dtype == torch.int64 for key, value in out.items() if key.endswith(("ids", "id", "position")))
 
 
+def test_without_state_columns_the_network_sees_zeros() -> None:
+    out = processor(state_keys=[]).prepare(sample())
+    assert out["state"].shape == (4, 1, CONFIG.max_state_dim)
+    assert out["state"].abs().sum() == 0
+
+
 def test_padded_steps_are_trained_unless_masked() -> None:
     masked = processor(dataclasses.replace(SETTINGS, mask_padded_steps=True)).prepare(sample())["action_mask"]
     assert masked[0, 5:].sum() == 0

@@ -7,7 +7,9 @@ first batch gave, which differs from a fresh pass only by the rounding that anot
 
 import dataclasses
 import hashlib
+import itertools
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
@@ -107,7 +109,7 @@ def cached_forward(
     """`backbone` of a batch, run for the samples the cache does not have, which are then kept.
 
     Args:
-        inputs: input_ids, attention_mask, pixel_values, image_grid_thw; every sample with the same number of images.
+        inputs: input_ids, attention_mask, pixel_values, image_grid_thw.
         keys: of the samples in order, from `sample_keys`.
     """
     input_ids, attention_mask = inputs["input_ids"], inputs["attention_mask"]
@@ -132,7 +134,7 @@ def cached_forward(
             _lay_out(stored, row, padding)
     features = host.to(device, non_blocking=True)
     if missing:
-        made = backbone(**_part(inputs, _rounded(missing, batch))).features[: len(missing)]
+        made = backbone(**_part(backbone, inputs, _rounded(missing, batch))).features[: len(missing)]
         _keep(cache, [keys[i] for i in missing], range(len(missing)), made, valid[missing])
         features[missing] = made.to(dtype)
     return BackboneFeatures(features, valid, image_mask)
@@ -180,20 +182,35 @@ def _rounded(rows: list[int], limit: int) -> list[int]:
     return rows + rows[-1:] * (size - len(rows))
 
 
-def _part(inputs: Mapping[str, Any], rows: list[int]) -> dict[str, Any]:
+def _part(backbone: Backbone, inputs: Mapping[str, Any], rows: list[int]) -> dict[str, Any]:
     """The backbone's inputs of some samples."""
-    input_ids, grids = inputs["input_ids"], inputs["image_grid_thw"]
-    grids = grids if isinstance(grids, Tensor) else torch.tensor(grids)
-    batch = len(input_ids)
-    if len(grids) % batch:
-        raise ValueError(f"{len(grids)} images of {batch} samples: features are kept for equally many images each")
-    per_sample = grids.view(batch, -1, 3)
-    ends = per_sample.prod(2).sum(1).cumsum(0).tolist()
+    input_ids, pixels, grids = inputs["input_ids"], inputs["pixel_values"], inputs["image_grid_thw"]
+    grids = grids.tolist() if isinstance(grids, Tensor) else [list(grid) for grid in grids]
+    tokens = (input_ids == backbone.image_token_id).sum(1).tolist()
+    images = _by_sample(grids, tokens, backbone.vision_config.spatial_merge_size**2)
+    patches = [[t * h * w for t, h, w in sample] for sample in images]
+    ends = list(itertools.accumulate(sum(sizes) for sizes in patches))
     starts = [0, *ends[:-1]]
-    pixels = inputs["pixel_values"]
     return {
         "input_ids": input_ids[rows],
         "attention_mask": inputs["attention_mask"][rows],
         "pixel_values": torch.cat([pixels[starts[i] : ends[i]] for i in rows]),
-        "image_grid_thw": per_sample[rows].flatten(0, 1),
+        "image_grid_thw": torch.tensor([grid for i in rows for grid in images[i]], dtype=torch.int64).view(-1, 3),
     }
+
+
+def _by_sample(grids: list[list[int]], tokens: Sequence[int], merged: int) -> list[list[list[int]]]:
+    """The images' grids, sample by sample: as many as fill the sample's image tokens, which may differ in number."""
+    out, rest = [], iter(grids)
+    for wanted in tokens:
+        sample: list[list[int]] = []
+        while wanted > 0:
+            grid = next(rest, None)
+            if grid is None:
+                break
+            sample.append(grid)
+            wanted -= math.prod(grid) // merged
+        if wanted:
+            raise ValueError(f"the images of sample {len(out)} do not fill its image tokens: {wanted} are left over")
+        out.append(sample)
+    return out

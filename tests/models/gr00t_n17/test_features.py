@@ -22,7 +22,7 @@ from models.gr00t_n17.features import (
 from models.gr00t_n17.inputs.image_settings import ImageSettings
 from models.gr00t_n17.network import GR00TN17
 
-LENGTHS = (9, 12, 10, 7, 12, 11)
+LENGTHS = (9, 12, 10, 13, 12, 11)
 SETTINGS = ImageSettings.from_processor_kwargs({})
 
 
@@ -30,7 +30,8 @@ class Counted:
     """A backbone that counts the samples it was run for."""
 
     def __init__(self, backbone: Any) -> None:
-        self.backbone, self.image_token_id, self.samples = backbone, backbone.image_token_id, 0
+        self.backbone, self.samples = backbone, 0
+        self.image_token_id, self.vision_config = backbone.image_token_id, backbone.vision_config
 
     def __call__(self, input_ids: Tensor, *args: Any, **options: Any) -> Any:
         self.samples += len(input_ids)
@@ -44,22 +45,27 @@ def network() -> GR00TN17:
     return network.eval()
 
 
+def num_images(sample: int) -> int:
+    return 2 if sample == 3 else 1
+
+
 def batch_of(rows: list[int], config: GR00TN17Config, length: int | None = None) -> dict[str, Any]:
-    """Left-padded prompts with one 4x4-patch image each; the sample's number decides text and picture."""
+    """Left-padded prompts; the sample's number decides text and pictures: one of 4x4 patches, two for number 3."""
     b, size = config.backbone, length or max(LENGTHS[i] for i in rows)
     input_ids = torch.full((len(rows), size), b.pad_token_id)
     pixels = []
     for place, i in enumerate(rows):
         generator = torch.Generator().manual_seed(i)
-        text = torch.randint(10, 100, (LENGTHS[i] - 6,), generator=generator).tolist()
-        row = [b.vision_start_token_id, *[b.image_token_id] * 4, b.vision_end_token_id, *text]
+        text = torch.randint(10, 100, (LENGTHS[i] - 6 * num_images(i),), generator=generator).tolist()
+        images = [b.vision_start_token_id, *[b.image_token_id] * 4, b.vision_end_token_id] * num_images(i)
+        row = [*images, *text]
         input_ids[place, size - len(row) :] = torch.tensor(row)
-        pixels.append(torch.rand(16, 3 * 2 * b.vision.patch_size**2, generator=generator) * 2 - 1)
+        pixels.append(torch.rand(16 * num_images(i), 3 * 2 * b.vision.patch_size**2, generator=generator) * 2 - 1)
     return {
         "input_ids": input_ids,
         "attention_mask": (input_ids != b.pad_token_id).long(),
         "pixel_values": torch.cat(pixels),
-        "image_grid_thw": torch.tensor([[1, 4, 4]] * len(rows)),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * sum(map(num_images, rows))),
     }
 
 
@@ -104,6 +110,14 @@ def test_only_what_is_missing_is_computed(network: GR00TN17, tmp_path: Path) -> 
     torch.testing.assert_close(again.features, mixed.features, rtol=0, atol=1e-5)
 
 
+def test_samples_may_have_different_numbers_of_images(network: GR00TN17, tmp_path: Path) -> None:
+    config, backbone, cache = network.config, Counted(network.backbone), FeatureCache(tmp_path, 10**8, "a")
+    forward(backbone, cache, [0, 5], config)
+    mixed = forward(backbone, cache, [0, 3, 1, 5], config)
+    torch.testing.assert_close(mixed.features, network.backbone(**batch_of([0, 3, 1, 5], config)).features)
+    assert backbone.samples == 4
+
+
 def test_other_padding_is_laid_out_anew(network: GR00TN17, tmp_path: Path) -> None:
     """Kept in one batch, used in longer ones: real tokens at the end, padding rows before them."""
     config, backbone, cache = network.config, Counted(network.backbone), FeatureCache(tmp_path, 10**8, "a")
@@ -124,7 +138,7 @@ def test_without_a_padding_row_a_sample_is_computed(network: GR00TN17, tmp_path:
 
 def test_a_full_cache_computes_the_rest(network: GR00TN17, tmp_path: Path) -> None:
     config, backbone = network.config, Counted(network.backbone)
-    cache = FeatureCache(tmp_path, 2 * 13 * config.backbone.text.hidden_size * 4 + 200, "a")
+    cache = FeatureCache(tmp_path, 2 * 14 * config.backbone.text.hidden_size * 4 + 200, "a")
     for _ in range(2):
         for rows in ([0, 1, 2], [3, 4, 5]):
             found = forward(backbone, cache, rows, config).features

@@ -241,12 +241,21 @@ class Processor:
         }
 
     def vectors(
-        self, state: Mapping[str, Tensor], action: Mapping[str, Tensor], action_is_pad: Tensor, *, count: int
+        self,
+        state: Mapping[str, Tensor],
+        action: Mapping[str, Tensor],
+        action_is_pad: Tensor,
+        *,
+        count: int | None = None,
     ) -> dict[str, Tensor]:
-        """The `state`, `action` and `action_mask` of `prepare` for `count` samples, the latter two only with action."""
+        """The `state`, `action` and `action_mask` of `prepare`, the latter two only with action columns.
+
+        count: number of samples, where `action_is_pad` does not tell it.
+        """
         states = {key: value.numpy() for key, value in state.items()}
         # Without state groups the network sees zeros.
-        values = self.state_action.state(states) if self.modalities.state else np.zeros((count, 1, 0), np.float32)
+        none = np.zeros((len(action_is_pad) if count is None else count, 1, 0), np.float32)
+        values = self.state_action.state(states) if self.modalities.state else none
         if values.shape[1] != 1:
             raise ValueError(f"the state has {values.shape[1]} time steps, the model reads 1; use window [0] for it")
         if self.processor_config.exclude_state:

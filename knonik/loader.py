@@ -58,7 +58,8 @@ class Loader:
         state, action: column keys; the windows of all action keys must be equal.
         rank, world_size: this process' share.
         transform: makes `Batch.inputs` of each batch; runs in the assembling thread.
-        decode_threads: None = one less than the cores this rank may use, at least 1 and at most 8.
+        decode_threads: None = one less than the cores this rank may use, at least 1 and at most 8. Of the first batch,
+            for which a consumer does nothing but wait, one thread more decodes.
         ring_batches: batches being made or ready at any time; bounds memory. None = what 256 MB of pictures hold, at
             least 3 and at most 16: small batches need more of them to even out an uneven machine.
         shuffle: False gives the stored order.

@@ -32,6 +32,7 @@ from knonik.video.frames import FrameSpec
 
 _CHUNKS_PER_THREAD = 4  # enough to even out GOPs of unequal cost, few enough that queueing costs nothing
 
+_FIRST_CHUNKS = 4  # times as many for the first batch
 _JOBS_READ = 8  # GOPs whose packets a thread reads at once; of the longest ones that is some MB
 
 
@@ -57,7 +58,9 @@ class Plans(Protocol):
 class _Work:
     """A batch in the making."""
 
-    def __init__(self, number: int, plan: BatchPlan, images: dict[str, torch.Tensor], parts: int) -> None:
+    def __init__(
+        self, number: int, plan: BatchPlan, images: dict[str, torch.Tensor], parts: list[list[GopJob]]
+    ) -> None:
         self.number = number
         self.plan = plan
         self.images = images
@@ -67,16 +70,17 @@ class _Work:
         self.done = threading.Event()
         self.error: BaseException | None = None
         self.bad: dict[int, Exception] = {}  # place in the batch -> why that sample cannot be made
+        self.parts = deque(parts)  # not begun
         self._lock = threading.Lock()
-        self._parts = parts
+        self._unfinished = len(parts)
         if not parts:
             self.done.set()
 
     def part_done(self, error: BaseException | None = None) -> None:
         with self._lock:
-            self._parts -= 1
+            self._unfinished -= 1
             self.error = self.error or error
-            if not self._parts or error is not None:
+            if not self._unfinished or error is not None:
                 self.done.set()
 
 
@@ -129,7 +133,7 @@ class Pipeline:
         self._announced: deque[tuple[int, BatchPlan]] = deque()
         self._number = 0
         self._failure: Exception | None = None
-        self._jobs: queue.SimpleQueue[tuple[_Work, list[GopJob]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()  # a batch as often as it has parts
         self._making: queue.SimpleQueue[_Work | BaseException | None] = queue.SimpleQueue()
         self._waits_for: _Work | None = None  # what the assembling thread waits for
         self._handoff = Handoff(ring_batches, self._turn)
@@ -214,12 +218,14 @@ class Pipeline:
                 camera: self._buffers.take((*seen.shape, *self._specs[camera].shape), self._specs[camera].dtype)
                 for camera, seen in plan.seen.items()
             }
-            size = max(1, -(-len(plan.jobs) // self._chunks))
+            # Of the first batch one thread more decodes, and the last part is waited for with nothing else to do.
+            chunks = self._chunks if self._delivered else _FIRST_CHUNKS * self._chunks
+            size = max(1, -(-len(plan.jobs) // chunks))
             parts = [plan.jobs[i : i + size] for i in range(0, len(plan.jobs), size)]
-            work = _Work(number, plan, images, len(parts))
+            work = _Work(number, plan, images, parts)
             self._making.put(work)
-            for part in parts:
-                self._jobs.put((work, part))
+            for _ in parts:
+                self._jobs.put(work)
         return True
 
     def _look_ahead(self) -> bool:
@@ -262,6 +268,8 @@ class Pipeline:
                 # Noted before `_closing` is looked at, and `close` looks after setting it: one of them sees the other.
                 self._waits_for = work
                 if not self._closing.is_set():
+                    if not self._delivered:
+                        self._help(work)
                     with self._stages["assemble"].measure("starved"):
                         work.done.wait()
                 self._waits_for = None
@@ -289,33 +297,45 @@ class Pipeline:
         self._handoff.put(batch)
 
     def _decode(self) -> None:
-        decode, fetch = self._stages["decode"], self._stages["fetch"]
         while True:
             begin = time.perf_counter()
-            item = self._jobs.get()
-            taken = time.perf_counter()
-            decode.add("starved", taken - begin)
-            if item is None or self._closing.is_set():
+            work = self._jobs.get()
+            self._stages["decode"].add("starved", time.perf_counter() - begin)
+            if work is None or self._closing.is_set():
                 return
-            work, jobs = item
-            error: BaseException | None = None
-            for place, job in enumerate(jobs):
-                if self._closing.is_set() or work.error is not None:
+            self._decode_part(work)
+            del work  # as above
+
+    def _help(self, work: _Work) -> None:
+        """Decode in this thread too: the first batch is what the consumer has been waiting for since the start."""
+        while not self._closing.is_set() and self._decode_part(work):
+            pass
+
+    def _decode_part(self, work: _Work) -> bool:
+        """Decode one part of a batch; False if all were begun."""
+        try:
+            jobs = work.parts.popleft()
+        except IndexError:
+            return False
+        begin = time.perf_counter()
+        error: BaseException | None = None
+        for place, job in enumerate(jobs):
+            if self._closing.is_set() or work.error is not None:
+                break
+            try:
+                if place % _JOBS_READ == 0:
+                    self._pictures.ahead(jobs[place : place + _JOBS_READ])
+                self._pictures.write(work.plan, job, work.flat[job.camera])
+            except Exception as cause:
+                error = self._failed(work, job, cause)
+                if error is not None:
                     break
-                try:
-                    if place % _JOBS_READ == 0:
-                        self._pictures.ahead(jobs[place : place + _JOBS_READ])
-                    self._pictures.write(work.plan, job, work.flat[job.camera])
-                except Exception as cause:
-                    error = self._failed(work, job, cause)
-                    if error is not None:
-                        break
-            waited = self._pictures.waited_s()
-            items = sum(len(job.places) for job in jobs)
-            decode.add("busy", time.perf_counter() - taken - waited, items)
-            fetch.add("busy", waited, items)
-            work.part_done(error)
-            del work, jobs, item  # as above
+        waited = self._pictures.waited_s()
+        items = sum(len(job.places) for job in jobs)
+        self._stages["decode"].add("busy", time.perf_counter() - begin - waited, items)
+        self._stages["fetch"].add("busy", waited, items)
+        work.part_done(error)
+        return True
 
     def _failed(self, work: _Work, job: GopJob, cause: Exception) -> Exception | None:
         """The error to raise; None where bad samples are left out, which are then noted."""

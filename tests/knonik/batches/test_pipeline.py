@@ -1,6 +1,7 @@
 """The threads of a loader by themselves: how they end."""
 
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,13 @@ class Planner:
             begin=begin, positions=begin + ids, datasets=0 * ids, episodes=ids, frames=ids,
             seen={CAMERA: ids[:, None]}, jobs=jobs,
         )  # fmt: skip
+
+
+@dataclass
+class Begun:
+    """As much of a batch as the pipeline looks at."""
+
+    begin: int
 
 
 class Stuck:
@@ -66,6 +74,46 @@ class Stuck:
 
     def close(self) -> None:
         self.writing_at_close = self.writing
+
+
+class Counted(Stuck):
+    """Pictures that come; those of the first batch only when two threads make them at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.two = threading.Barrier(2, timeout=60)
+        self.later: set[str] = set()
+
+    def write(self, plan: BatchPlan, job: GopJob, flat: object) -> None:
+        if plan.begin:
+            self.later.add(threading.current_thread().name)
+        else:
+            self.two.wait()
+
+    def done(self, number: int) -> None:
+        pass
+
+
+def test_one_thread_more_decodes_the_first_batch_and_no_other() -> None:
+    pictures: Any = Counted()
+    pipeline = Pipeline(
+        Planner(),
+        pictures,
+        begin=0,
+        specs={CAMERA: FrameSpec(shape=(1,), dtype=np.dtype(np.uint8))},
+        buffers=BufferPool(keep=1),
+        finish=lambda plan, images: Begun(plan.begin),  # type: ignore[arg-type, return-value]
+        transform=lambda batch: batch,
+        batch_bytes=2,
+        bad_samples=BadSamples("raise", max_share=0, num_anchors=10),
+        decode_threads=1,
+        ring_batches=1,
+        lookahead_batches=2,
+        stages={name: Stage() for name in ("fetch", "decode", "assemble", "transform")},
+    )
+    assert [pipeline.take().begin for _ in range(3)] == [0, 2, 4]
+    pipeline.close()
+    assert pictures.later == {"knonik-decode-0"}
 
 
 def test_closing_lets_go_of_files_behind_the_last_thread_and_waits_for_no_clock(

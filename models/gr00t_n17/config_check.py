@@ -73,8 +73,9 @@ def problems(config: GR00TN17Config) -> list[str]:
         f"backbone.vision.deepstack_visual_indexes = {stages} must rise within 0..depth-1 = {vision.depth - 1}",
     )
     need(
-        len(stages) <= config.select_layer,
-        f"backbone.vision.deepstack_visual_indexes has {len(stages)} entries, more than select_layer = "
+        # Upstream's features are taken before the addition behind the last layer, ours after it.
+        len(stages) < config.select_layer,
+        f"backbone.vision.deepstack_visual_indexes has {len(stages)} entries, it must have fewer than select_layer = "
         f"{config.select_layer}",
     )
     names = [f.name for f in dataclasses.fields(config.backbone) if f.name.endswith("_id")]

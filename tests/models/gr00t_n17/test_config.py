@@ -63,6 +63,12 @@ def test_nested_overrides_change_only_what_they_name() -> None:
         GR00TN17Config.tiny(diffusion_model_cfg={"num_layer": 2})
 
 
+def test_no_image_features_are_added_behind_the_last_kept_layer() -> None:
+    """There upstream's features and ours would not be the same ones."""
+    with pytest.raises(ValueError, match=r"deepstack_visual_indexes has 2 entries, it must have fewer than"):
+        GR00TN17Config.tiny(backbone={"vision": {"depth": 3, "deepstack_visual_indexes": (0, 1)}})
+
+
 def test_all_inconsistencies_are_listed_at_once() -> None:
     with pytest.raises(ValueError, match="inconsistent") as caught:
         GR00TN17Config(

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipes.check_data import parsed_size, size
@@ -200,11 +199,3 @@ def loader_options(recipe: Recipe, processor: "Processor") -> dict[str, Any]:
         "max_bad_share": recipe.data.max_bad_share,
     }
     return {key: value for key, value in options.items() if value is not None}
-
-
-def load_trained(network: "GR00TN17", checkpoint: Path) -> None:
-    """Put the weights of a training checkpoint into a network that holds those its run began with."""
-    from models.gr00t_n17.checkpoint.trained import load_trained
-    from recipes.trained import read_checkpoint
-
-    load_trained(network, read_checkpoint(checkpoint))

@@ -145,7 +145,7 @@ class GroundingModule(pl.LightningModule):
 
     def training_step(self, inputs: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = nn.functional.mse_loss(self(inputs), inputs["grounding_target"])
-        self.log("grounding/loss", loss, prog_bar=True)
+        self.log("grounding/loss", loss)
         return loss
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:

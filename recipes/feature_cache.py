@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from recipes.check_data import parsed_size
 from recipes.load import RecipeError
+from recipes.parts import parts
 from recipes.schema import Recipe
 
 if TYPE_CHECKING:
@@ -36,11 +37,15 @@ def build_feature_cache(
 
     if problems := cache_problems(processor.image_settings, network.backbone):
         raise RecipeError(problems)
+    seen = [
+        f"{part.cameras} {own.modalities.video} {own.modalities.video_deltas}"
+        for part, own in zip(parts(recipe), processor.parts, strict=True)
+    ]
     key = cache_key(
         weights=weights_digest(network.backbone.state_dict()),
         images=processor.image_settings,
-        cameras=processor.cameras,
-        data=[fingerprint],
+        cameras=seen,
+        data=[fingerprint, recipe.data.transport],
         precision=f"{recipe.precision} {recipe.model.precision}",
         device=device_type,
     )

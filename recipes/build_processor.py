@@ -1,6 +1,7 @@
 """Processors from a recipe: one for its dataset, or one for each part of its mixture."""
 
 import dataclasses
+import logging
 from typing import TYPE_CHECKING, Any
 
 from recipes.build import model_config
@@ -14,6 +15,8 @@ from recipes.statistics import relative_statistics
 if TYPE_CHECKING:
     from knonik import Dataset
     from models.gr00t_n17.inputs.processor import Processor
+
+logger = logging.getLogger(__name__)
 
 
 def build_processor(recipe: Recipe, datasets: "list[Dataset]") -> Any:
@@ -30,6 +33,7 @@ def build_processor(recipe: Recipe, datasets: "list[Dataset]") -> Any:
         _of_part(recipe, part, dataset, own_cameras(part, dataset, names), words)
         for part, dataset in zip(parts(recipe), datasets, strict=True)
     ]
+    logger.info(built[0].image_settings.describe())
     if recipe.data.mixture is None:
         return built[0]
     from models.gr00t_n17.inputs.mixed import MixedProcessor

@@ -43,7 +43,7 @@ def test_a_checkpoint_and_a_dataset_that_fit_pass(arm_dataset: Path, checkpoint:
         ),
         ("model.embodiment_id=32", "model.embodiment_id: 32 is not a slot; allowed: 0 to 31"),
         ("model.embodiment=libero_sim", "model.modality: the checkpoint's modality config has the action groups"),
-        ("model.config={select_layer: 3}", "model.config.select_layer: 3 is not the checkpoint's 2, whose weights"),
+        ("model.config={select_layer: 1}", "model.config.select_layer: 1 is not the checkpoint's"),
         (
             "model.config={diffusion_model_cfg: {num_layers: 6}}",
             "model.config.diffusion_model_cfg.num_layers: 6 is not the checkpoint's 4",
@@ -176,9 +176,9 @@ def test_a_checkpoint_that_lies_elsewhere_is_looked_at_when_it_came(
     from recipes import checkpoint_source
     from recipes.build import with_local_weights
 
-    wrong = overrides(arm_dataset, checkpoint, tmp_path, "model.weights=owner/name", "model.config={select_layer: 3}")
+    wrong = overrides(arm_dataset, checkpoint, tmp_path, "model.weights=owner/name", "model.config={max_state_dim: 8}")
     recipe = checked("gr00t_n17/finetune", wrong)
     assert check(recipe, world_size=1) == []
     monkeypatch.setattr(checkpoint_source, "local_checkpoint", lambda source, cache_dir=None: checkpoint)
-    with pytest.raises(RecipeError, match="select_layer: 3 is not the checkpoint's 2"):
+    with pytest.raises(RecipeError, match="max_state_dim: 8 is not the checkpoint's"):
         with_local_weights(recipe)

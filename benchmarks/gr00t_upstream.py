@@ -137,9 +137,70 @@ def train(folder: Path) -> list[float]:
     return losses
 
 
+def act(folder: Path) -> dict[str, Tensor]:
+    """LeRobot's policy and its processors on the checkpoint `out`, fed with the inputs of ours.safetensors.
+
+    State and actions go through the steps LeRobot makes of the folder's files. Prompt ids and patches are taken as they
+    are: the step that makes them needs a tokenizer that no checkpoint holds.
+    """
+    from lerobot.configs import FeatureType, PolicyFeature
+    from lerobot.lerobot_types import TransitionKey
+    from lerobot.policies.groot import groot_n1_7
+    from lerobot.policies.groot.configuration_groot import GrootConfig
+    from lerobot.policies.groot.modeling_groot import GrootPolicy
+    from lerobot.policies.groot.processor_groot import GrootN17PackInputsStep, make_groot_pre_post_processors
+    from safetensors.torch import load_file
+    from transformers import Qwen3VLConfig
+
+    out, given = folder / "out", load_file(folder / "ours.safetensors")
+    sizes = json.loads((out / "config.json").read_text())
+    # Where the released sizes are written down for the gated name, those of the tiny checkpoint stand.
+    groot_n1_7._cosmos_reason2_qwen3_vl_config = lambda: Qwen3VLConfig(**qwen_config(sizes))
+    action_dim = given["actions"].shape[-1]
+    config = GrootConfig(
+        base_model_path=str(out),
+        embodiment_tag="new_embodiment",
+        max_state_dim=sizes["max_state_dim"],
+        max_action_dim=sizes["max_action_dim"],
+        chunk_size=sizes["action_horizon"],
+        n_action_steps=given["actions"].shape[1],
+        device="cpu",
+        use_bf16=False,
+        input_features={
+            "observation.images.front": PolicyFeature(type=FeatureType.VISUAL, shape=(3, 240, 320)),
+            "observation.state": PolicyFeature(type=FeatureType.STATE, shape=(action_dim,)),
+        },
+        output_features={"action": PolicyFeature(type=FeatureType.ACTION, shape=(action_dim,))},
+    )
+    policy = GrootPolicy.from_pretrained(str(out), config=config)
+    before, after = make_groot_pre_post_processors(config)
+    pack = next(step for step in before.steps if isinstance(step, GrootN17PackInputsStep))
+    packed = pack(
+        {
+            TransitionKey.OBSERVATION: {"observation.state": given["raw_state"]},
+            TransitionKey.COMPLEMENTARY_DATA: {"task": [""] * len(given["raw_state"])},
+        }
+    )
+    batch = {name: given[name] for name in ("input_ids", "attention_mask", "pixel_values", "image_grid_thw")}
+    batch["state"] = packed[TransitionKey.OBSERVATION]["state"]
+    batch["embodiment_id"] = packed[TransitionKey.COMPLEMENTARY_DATA]["embodiment_id"].long()
+    network = policy._groot_model
+    with injected(network.action_head, given["noise"]):
+        chunk = network.get_action(dict(batch))["action_pred"]
+    with injected(network.action_head, given["noise"]):
+        actions = after(policy.predict_action_chunk(batch))
+    return {"state": batch["state"], "chunk": chunk, "actions": actions}
+
+
 if __name__ == "__main__":
-    if sys.argv[1:2] != ["train"]:
-        raise SystemExit(__doc__)
-    target = Path(sys.argv[2])
     torch.set_num_threads(1)
-    (target / "curve.json").write_text(json.dumps(train(target)))
+    match sys.argv[1:]:
+        case ["train", folder]:
+            (Path(folder) / "curve.json").write_text(json.dumps(train(Path(folder))))
+        case ["act", folder]:
+            from safetensors.torch import save_file
+
+            tensors = {name: tensor.contiguous() for name, tensor in act(Path(folder)).items()}
+            save_file(tensors, str(Path(folder) / "theirs.safetensors"))
+        case _:
+            raise SystemExit(__doc__)

@@ -52,7 +52,12 @@ def parse(cls: type[T], values: Any, problems: list[str], path: str = "") -> T |
                 arguments[name] = _EMPTY.get(hints[name])
         elif len(problems) > found and arguments.get(name) is None and required:
             arguments[name] = parse(hints[name], {}, [], "")
-    return cls(**arguments)
+    try:
+        return cls(**arguments)
+    except ValueError as error:  # a class that looks at its own values, and says what is wrong with all of them
+        own, text = path.rpartition(".")[2], str(error)
+        problems += [f"{path}: {line}" for line in text.removeprefix(f"{own}: ").split("; ")]
+        return cls()
 
 
 def misfits(cls: type, values: Mapping[str, Any], path: str) -> list[str]:
@@ -72,7 +77,7 @@ def known(cls: type, dotted: str) -> bool:
     kind: Any = cls
     for name in dotted.split("."):
         kind = next((o for o in get_args(kind) if dataclasses.is_dataclass(o)), kind)  # `Section | None`
-        if get_origin(kind) is dict:
+        if get_origin(kind) in (dict, Mapping):
             return True
         hints = typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
         if name not in hints:

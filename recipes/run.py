@@ -43,6 +43,9 @@ _SILENCED = (
     "isinstance\\(treespec, LeafSpec\\)",  # Lightning 2.6 on PyTorch 2.13
 )
 
+# `fsdp-bf16` is a matter of the sharded modules alone; autocast on top would round twice.
+_LIGHTNING_PRECISION: Mapping[str, Any] = {"fp32": "32-true", "bf16-mixed": "bf16-mixed", "fsdp-bf16": "32-true"}
+
 
 class Run:
     """Trains a module from where the run folder stands and keeps the figures.
@@ -180,7 +183,7 @@ class Run:
             num_nodes=recipe.trainer.num_nodes,
             # Gradients are views into the buckets they are reduced in: no second copy of them, 6.5 GB at released size.
             strategy=DDPStrategy(gradient_as_bucket_view=True) if ranks > 1 else "auto",
-            precision=recipe.precision,
+            precision=_LIGHTNING_PRECISION[recipe.precision],
             accumulate_grad_batches=recipe.trainer.accumulate_grad_batches,
             gradient_clip_val=recipe.trainer.gradient_clip_val,
             log_every_n_steps=recipe.trainer.log_every_n_steps,

@@ -7,8 +7,11 @@ into these classes and reports what does not fit; `recipes.check` looks at what 
 from dataclasses import dataclass, field
 from typing import Literal
 
+from models.common.block_options import CheckpointingConfig, CompileConfig
+from models.common.step_options import EmaConfig, Graphs, Lookahead
 from recipes.schema_data import DataConfig
 from recipes.schema_model import ModelConfig
+from recipes.schema_options import ParallelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +124,18 @@ class Recipe:
     data: DataConfig
     trainer: TrainerConfig
     seed: int = 0
-    precision: Literal["32-true", "bf16-mixed"] = "32-true"
+    precision: Literal["fp32", "bf16-mixed", "fsdp-bf16", "32-true"] = "fp32"
+    """`bf16-mixed` is bfloat16 autocast. `fsdp-bf16` gathers sharded weights in bfloat16 and sums gradients in float32;
+    it needs `parallel.shard` above 1. `32-true` is another name of fp32."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
+    lookahead: Lookahead = "none"
+    """`stream`: the frozen part of the next micro-batch runs beside the trained part of this one."""
+    graphs: Graphs = "none"
+    """`head`: one CUDA graph of the trained head for each shape."""
+    ema: EmaConfig | None = None
+    """Average of the trained weights over the steps, which validation and `export --ema` take."""
     logger: Literal["csv", "wandb"] = "csv"
     """CSV files are always written; `wandb` adds a Weights & Biases run."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -132,3 +146,7 @@ class Recipe:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     evaluation: EvaluationConfig | None = None
     validation: ValidationConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.precision == "32-true":
+            object.__setattr__(self, "precision", "fp32")

@@ -39,7 +39,7 @@ def test_bridge_is_the_published_experiment() -> None:
 
 def test_overrides_win_over_conditions_and_conditions_over_the_file() -> None:
     recipe = load("gr00t_n17/finetune", ["data.uri=/d", "model.size=tiny"])
-    assert (recipe.model.weights, recipe.optimizer.lr, recipe.precision) == (None, 1e-3, "32-true")
+    assert (recipe.model.weights, recipe.optimizer.lr, recipe.precision) == (None, 1e-3, "fp32")
     recipe = load("gr00t_n17/finetune", ["data.uri=/d", "model.size=tiny", "optimizer.lr=1e-2"])
     assert recipe.optimizer.lr == 1e-2
     assert load("gr00t_n17/finetune", ["data.uri=/d"]).model.weights == "nvidia/GR00T-N1.7-3B"

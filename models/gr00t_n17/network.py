@@ -16,8 +16,9 @@ from models.common.embodiment import (
 )
 from models.gr00t_n17.config import GR00TN17Config
 from models.gr00t_n17.layers import init
-from models.gr00t_n17.layers.backbone import Backbone
+from models.gr00t_n17.layers.backbone import Backbone, BackboneFeatures, LowerFeatures
 from models.gr00t_n17.layers.dit import AlternateVLDiT, VLSelfAttention
+from models.gr00t_n17.layers.grids import image_tokens, read_grids
 from models.gr00t_n17.parallelize import parts, set_trainable
 from models.gr00t_n17.slots import checked_slots, rows_of
 
@@ -82,6 +83,7 @@ class ActionHead(nn.Module):
         embodiment_id: Category,
         noise: Tensor | None = None,
         time: Tensor | None = None,
+        image_tokens: int | None = None,
     ) -> Tensor:
         """Flow-matching loss, a scalar: one mean over all unmasked entries of the batch.
 
@@ -93,6 +95,8 @@ class ActionHead(nn.Module):
             noise: standard normal [K * B, H, Da], K draws per sample that share the features; row k * B + b is draw k
                 of sample b. Drawn on the features' device (K = 1) when absent.
             time: [K * B] in [0, 1], in the same order. Drawn from the Beta distribution of the config when absent.
+            image_tokens: image tokens of a sample where all have as many (`GR00TN17.image_tokens`): spares the keys that
+                a block does not attend to. Same values up to rounding.
         """
         dtype = self._flow_dtype()
         batch = action.shape[0]
@@ -120,7 +124,8 @@ class ActionHead(nn.Module):
         noisy = flow_matching.interpolate(noise, action, time)
         bucket = flow_matching.time_bucket(time, self.config.num_timestep_buckets)
         real = self._real_entries(action_mask)
-        velocity = self._velocity(noisy, bucket, state_token, context, attention_mask, image_mask, category, real)
+        vl = (context, attention_mask, image_mask, image_tokens)
+        velocity = self._velocity(noisy, bucket, state_token, vl, category, real)
         return flow_matching.masked_mean_square(velocity, action - noise, action_mask)
 
     @torch.no_grad()
@@ -134,12 +139,13 @@ class ActionHead(nn.Module):
         noise: Tensor | None = None,
         action_mask: Tensor | None = None,
         velocity_scale: Tensor | None = None,
+        image_tokens: int | None = None,
     ) -> Tensor:
         """Actions [B, H, Da] by Euler steps from `noise` [B, H, Da] (drawn when absent), normalised, not clipped.
 
         `action_mask` [B, H, Da] marks the real entries; only a model with `strict_action_padding_mask` reads it, and
-        needs it. `velocity_scale` [H, 1] multiplies the velocity: 0 keeps a row as it is in `noise`. Call this in eval
-        mode: dropout would act otherwise.
+        needs it. `velocity_scale` [H, 1] multiplies the velocity: 0 keeps a row as it is in `noise`. `image_tokens`: as for
+        the loss. Call this in eval mode: dropout would act otherwise.
         """
         dtype = self._flow_dtype()
         category = rows_of(shared_category(embodiment_id), self.slots)
@@ -149,10 +155,11 @@ class ActionHead(nn.Module):
             shape = (features.shape[0], self.config.action_horizon, self.config.max_action_dim)
             noise = torch.randn(shape, dtype=dtype, device=features.device)
         state_token = self._encode_state(state.to(dtype), category, 1)
+        vl = (context, attention_mask, image_mask, image_tokens)
 
         def velocity(x: Tensor, bucket: int) -> Tensor:
             buckets = torch.full((len(x),), bucket, device=x.device)
-            result = self._velocity(x, buckets, state_token, context, attention_mask, image_mask, category, real)
+            result = self._velocity(x, buckets, state_token, vl, category, real)
             for factor in (real, velocity_scale):
                 result = result if factor is None else result * factor
             return result
@@ -196,16 +203,16 @@ class ActionHead(nn.Module):
         noisy: Tensor,
         bucket: Tensor,
         state_token: Tensor,
-        context: Tensor,
-        valid: Tensor,
-        image_mask: Tensor,
+        vl: tuple[Tensor, Tensor, Tensor, int | None],
         category: Category,
         real: Tensor | None = None,
     ) -> Tensor:
         """Predicted velocity [B * R, H, A] of noisy actions [B * R, H, A] at bucket [B * R], R rows per sample.
 
-        With `real` [B * R, H, A] padded entries are zeroed and padded steps are no keys.
+        `vl`: context [B, S, D], its masks of real and of image tokens [B, S], and image tokens per sample if equal. With
+        `real` [B * R, H, A] padded entries are zeroed and padded steps are no keys.
         """
+        context, valid, image_mask, image_tokens = vl
         batch, (rows, horizon, _) = len(context), noisy.shape
         keys = None
         if real is not None:
@@ -217,7 +224,7 @@ class ActionHead(nn.Module):
         if self.config.add_pos_embed:
             tokens = tokens + self.position_embedding.weight[:horizon]
         tokens = torch.cat([state_token, tokens], dim=1)
-        output = self.model(tokens, bucket, context, valid, image_mask, keys)[:, 1:]
+        output = self.model(tokens, bucket, context, valid, image_mask, keys, image_tokens)[:, 1:]
         return self.action_decoder(output.reshape(batch, -1, output.shape[-1]), category).view(rows, horizon, -1)
 
     def _flow_dtype(self) -> torch.dtype:
@@ -269,20 +276,33 @@ class GR00TN17(nn.Module):
                     module.eval()
         return self
 
-    def forward(self, inputs: Mapping[str, Tensor], noise: Tensor | None = None, time: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        inputs: Mapping[str, Tensor],
+        noise: Tensor | None = None,
+        time: Tensor | None = None,
+        features: BackboneFeatures | LowerFeatures | None = None,
+    ) -> Tensor:
         """Loss of a batch: input_ids, attention_mask, pixel_values, image_grid_thw, state, action, action_mask,
-        embodiment_id. With `noise` [K * B, H, Da] and `time` [K * B] the K draws share one backbone pass."""
-        features, attention_mask, image_mask = self.backbone(
-            inputs["input_ids"], inputs["attention_mask"], inputs["pixel_values"], inputs["image_grid_thw"]
-        )
+        embodiment_id. With `noise` [K * B, H, Da] and `time` [K * B] the K draws share one backbone pass; given
+        `features` of the backbone or of its lower layers, these are not run again."""
+        if features is None:
+            names = ("input_ids", "attention_mask", "pixel_values", "image_grid_thw")
+            features = self.backbone(*(inputs[name] for name in names))
+        elif isinstance(features, LowerFeatures):
+            features = self.backbone.upper(features)
         return self.action_head.loss(
-            features,
-            attention_mask,
-            image_mask,
+            *features,
             inputs["state"],
             inputs["action"],
             inputs["action_mask"],
             inputs["embodiment_id"],
             noise,
             time,
+            self.image_tokens(inputs),
         )
+
+    def image_tokens(self, inputs: Mapping[str, Tensor]) -> int | None:
+        """Image tokens of a sample when all samples of a batch have as many, else None; reads the grids on the host."""
+        merge = self.config.backbone.vision.spatial_merge_size
+        return image_tokens(read_grids(inputs["image_grid_thw"], merge), len(inputs["input_ids"]), merge)

@@ -38,6 +38,21 @@ class BackboneFeatures(NamedTuple):
     image_mask: Tensor
 
 
+class LowerFeatures(NamedTuple):
+    """Where a pass stands before one of the decoder layers; what the layers above need is all here."""
+
+    hidden: Tensor
+    attention_mask: Tensor
+    image_mask: Tensor
+    cos: Tensor
+    sin: Tensor
+    causal: Tensor
+    """[B, 1, S, S] bool."""
+    places: Tensor
+    deepstack: tuple[Tensor, ...]
+    layer: int
+
+
 def transformers_config(config: GR00TN17Config) -> Qwen3VLConfig:
     """The `transformers` configuration of the cut backbone: `select_layer` decoder layers, SDPA attention."""
     text, vision = config.backbone.text, config.backbone.vision
@@ -187,6 +202,30 @@ class Backbone(nn.Module):
         features = self.compute(input_ids, valid, image_mask, pixel_values, tables, self._mrope(input_ids.device))
         return BackboneFeatures(features, valid, image_mask)
 
+    @torch.no_grad()
+    def lower(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        pixel_values: Tensor,
+        image_grid_thw: Tensor | Sequence[Sequence[int]],
+    ) -> LowerFeatures:
+        """`forward` up to the first trained layer, of which the rest is `upper`; together they are `forward`."""
+        self._check_autocast(input_ids.device)
+        valid = attention_mask == 1
+        image_mask = input_ids == self.image_token_id
+        tables = self._tables_for(read_grids(image_grid_thw, self.vision_config.spatial_merge_size), input_ids.device)
+        _check_image_tokens(image_mask, tables.num_tokens)
+        image_embeds, deepstack = self.encode_images(pixel_values, tables)
+        mrope = self._mrope(input_ids.device)
+        start = self._embed(input_ids, valid, image_mask, image_embeds, deepstack, tables, mrope)
+        return self._layers(start, self.llm_grad_from)
+
+    def upper(self, lower: LowerFeatures) -> BackboneFeatures:
+        """The layers that `lower` left."""
+        done = self._layers(lower, len(self.language_model.layers))
+        return BackboneFeatures(done.hidden, done.attention_mask, done.image_mask)
+
     def compute(
         self,
         input_ids: Tensor,
@@ -199,7 +238,8 @@ class Backbone(nn.Module):
         """All device work of `forward`, one graph when compiled: what depends on host values is in its arguments."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.train_visual):
             image_embeds, deepstack = self.encode_images(pixel_values, tables)
-        return self._decode(input_ids, valid, image_mask, image_embeds, deepstack, tables, mrope)
+        start = self._embed(input_ids, valid, image_mask, image_embeds, deepstack, tables, mrope)
+        return self._layers(start, len(self.language_model.layers)).hidden
 
     def encode_images(self, pixel_values: Tensor, tables: GridTables) -> tuple[Tensor, list[Tensor]]:
         """Merged image tokens [N, D] and one [N, D] per DeepStack stage, in the order of the images."""
@@ -240,7 +280,7 @@ class Backbone(nn.Module):
         dtype = proj.weight.dtype
         return F.linear(pixel_values.to(dtype), weight.flatten(1).to(dtype), proj.bias)
 
-    def _decode(
+    def _embed(
         self,
         input_ids: Tensor,
         valid: Tensor,
@@ -249,7 +289,8 @@ class Backbone(nn.Module):
         deepstack: list[Tensor],
         tables: GridTables,
         mrope: tuple[Tensor, Tensor],
-    ) -> Tensor:
+    ) -> LowerFeatures:
+        """Text and image tokens before the first decoder layer."""
         grad = torch.is_grad_enabled()
         length = input_ids.shape[1]
         language_model = self.language_model
@@ -268,12 +309,18 @@ class Backbone(nn.Module):
             x = _flat(torch.index_copy, x, places, image_embeds)
         cos = torch.cat([cos, cos], dim=-1).to(x.dtype)
         sin = torch.cat([-sin, sin], dim=-1).to(x.dtype)
-        for i, layer in enumerate(language_model.layers):
+        return LowerFeatures(x, valid, image_mask, cos, sin, mask, places, tuple(deepstack), 0)
+
+    def _layers(self, at: LowerFeatures, end: int) -> LowerFeatures:
+        """Run the decoder layers before layer `end`."""
+        x, grad = at.hidden, torch.is_grad_enabled()
+        layers = list(self.language_model.layers)
+        for i in range(at.layer, end):
             with torch.set_grad_enabled(grad and (self.train_visual or i >= self.llm_grad_from)):
-                x = layer(x, cos, sin, mask)
-                if i < len(deepstack):
-                    x = _flat(torch.index_add, x, places, deepstack[i])
-        return x
+                x = layers[i](x, at.cos, at.sin, at.causal)
+                if i < len(at.deepstack):
+                    x = _flat(torch.index_add, x, at.places, at.deepstack[i])
+        return at._replace(hidden=x, layer=end)
 
     def _check_autocast(self, device: torch.device) -> None:
         weight, norm = self.visual.patch_embed.proj.weight.dtype, self.visual.blocks[0].norm1.weight.dtype

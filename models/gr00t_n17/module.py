@@ -8,6 +8,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from models.common import draws
+from models.common.mesh import sharded_modules
 from models.common.optim import (
     OptimizerConfig,
     ScheduleConfig,
@@ -22,6 +23,7 @@ from models.gr00t_n17.features import KEYS, cached_forward
 from models.gr00t_n17.flops import step_flops
 from models.gr00t_n17.layers.grids import Grid
 from models.gr00t_n17.network import GR00TN17
+from models.gr00t_n17.parallelize import shard
 from models.gr00t_n17.step_mean import StepMean, gradients, scale_, total_norm
 
 
@@ -70,6 +72,11 @@ class GR00TN17Module(LightningModule):
         self._settings: list[dict[str, Any]] = []
         self._frozen = FrozenWeights(network)
         self.train()
+
+    def configure_model(self) -> None:
+        """Shard the network where the strategy has a mesh; called once before the optimizer is made."""
+        if self.device_mesh is not None and not sharded_modules(self.network):
+            shard(self.network, self.device_mesh, getattr(self.trainer.strategy, "policy", None))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """A checkpoint holds what is trained; the frozen rest is where the run found it."""

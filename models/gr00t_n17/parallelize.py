@@ -10,6 +10,9 @@ from torch import nn
 from models.gr00t_n17.config import GR00TN17Config
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
     from models.gr00t_n17.network import GR00TN17
 
 
@@ -69,6 +72,23 @@ def compile_network(network: GR00TN17, **options: Any) -> None:
     head: Any = network.action_head
     backbone.compute = torch.compile(backbone.compute, **options)
     head.loss = torch.compile(head.loss, **options)
+
+
+def shard(network: GR00TN17, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None = None) -> None:
+    """Shard what is trained over the last axis of a mesh, in place; what is frozen stays whole and is never gathered.
+
+    After checkpointing and compiling of the blocks. Parameter names stay; parameters become DTensors. Enter the
+    network by its `forward`, or its backbone by `forward` and its head by `loss` or `sample`.
+
+    Args:
+        policy: dtypes of gathered weights and reduced gradients; None means those of the parameters.
+    """
+    from models.common.mesh import shard_modules
+
+    by_part = blocks(network)
+    shard_modules(network.backbone, [*by_part["vision"], *by_part["llm"]], mesh, policy)
+    units = [*by_part["vl_self_attention"], *by_part["dit"]]
+    shard_modules(network.action_head, units, mesh, policy, entries=("loss", "sample"))
 
 
 def tuned_parameters(network: GR00TN17) -> dict[str, nn.Parameter]:

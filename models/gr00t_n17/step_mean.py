@@ -55,6 +55,6 @@ def scale_(grads: Iterable[Tensor], factor: Tensor) -> None:
     """Multiply gradients in place by one number that stays on the device."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for grad in grads:
-        by_dtype.setdefault(grad.dtype, []).append(grad)
+        by_dtype.setdefault(grad.dtype, []).append(getattr(grad, "_local_tensor", grad))  # of a sharded one its shard
     for same in by_dtype.values():  # lists of one dtype are one kernel
         torch._foreach_mul_(same, factor.to(same[0].device))

@@ -1,9 +1,10 @@
 """How long training waited for its data: the share of the steps, the tail, and the rank to blame."""
 
+import math
 import statistics
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from callbacks.window import Window
 
@@ -28,12 +29,15 @@ class DataWait:
     def __init__(self) -> None:
         self._waits = array("d")  # 8 bytes a step: the tail is taken over the whole run
         self._step_s = 0.0
+        self._idle_s = 0.0
+        self._knows_idle = False
         self._blamed: Counter[int] = Counter()
 
-    def restore(self, waits: Iterable[float], step_s: Iterable[float]) -> None:
-        """Take in the steps of an earlier start of the same run."""
-        self._waits.extend(waits)
-        self._step_s += sum(step_s)
+    def restore(self, rows: Sequence[Mapping[str, float]]) -> None:
+        """Take in the recorded steps of an earlier start of the same run."""
+        self._waits.extend(row["data_wait_s"] for row in rows)
+        self._step_s += sum(row["step_s"] for row in rows)
+        self._idle_s += sum(row["device_idle_s"] for row in rows if not math.isnan(row["device_idle_s"]))
 
     def measure(self, window: Window) -> dict[str, float]:
         self._waits.extend(window.wait_s)
@@ -41,6 +45,8 @@ class DataWait:
         for wait, rank in zip(window.wait_s, window.slowest_rank, strict=True):
             if wait > LONG_WAIT_S / 1000:
                 self._blamed[rank] += 1
+        idle = [seconds for seconds in window.device_idle_s if not math.isnan(seconds)]
+        self._idle_s += sum(idle)
         metrics = {
             "time/data_wait_s": statistics.fmean(window.wait_s),
             "time/data_wait_frac": sum(window.wait_s) / max(sum(window.step_s), 1e-9),
@@ -49,6 +55,10 @@ class DataWait:
             "time/data_wait_max_s": max(self._waits),
             "time/data_waits_over_1s": float(self.over_1s),
         }
+        if idle:
+            self._knows_idle = True
+            metrics["time/device_idle_s"] = statistics.fmean(idle)
+            metrics["time/device_idle_frac"] = sum(idle) / max(sum(window.step_s), 1e-9)
         if self.slowest_rank is not None:
             metrics["time/data_wait_slowest_rank"] = float(self.slowest_rank)
         return metrics
@@ -64,7 +74,9 @@ class DataWait:
 
     def summary(self) -> dict[str, float | int | None]:
         """Figures of the whole run for `summary.json`."""
+        idle = {"device_idle_s": self._idle_s} if self._knows_idle else {}
         return {
+            **idle,
             "data_wait_s": sum(self._waits),
             "data_wait_frac": sum(self._waits) / self._step_s if self._step_s else 0.0,
             "data_wait_p50_s": quantile(self._waits, 0.50),

@@ -1,5 +1,6 @@
 """Drains the clock once per logging interval, lets the meters measure, and hands the result to every logger."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,19 +8,25 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from callbacks.run_record import RunRecord
 from callbacks.step_clock import StepClock
+from callbacks.verdict import Verdict
 from callbacks.window import Meter, Window, gather, joined
+
+logger = logging.getLogger(__name__)
 
 
 class Metrics(Callback):
     """Logs the meters' metrics every `log_every_n_steps` optimizer steps and at the end of training.
 
-    The device is synchronised once per interval, never per step.
+    The device is synchronised once per interval, never per step. At the end rank 0 says what limited the run.
     """
 
-    def __init__(self, clock: StepClock, meters: Sequence[Meter], record: RunRecord) -> None:
+    def __init__(
+        self, clock: StepClock, meters: Sequence[Meter], record: RunRecord, verdict: Verdict | None = None
+    ) -> None:
         self.clock = clock
         self.meters = meters
         self.record = record
+        self.verdict = verdict
         self.latest: dict[str, float] = {}
         self._held: list[Window] = []  # recorded, not yet measured
 
@@ -39,8 +46,10 @@ class Metrics(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.clock.steps or self._held:
             metrics = self.flush(trainer, pl_module)
-            for logger in trainer.loggers:
-                logger.log_metrics(metrics, step=trainer.global_step)
+            for log in trainer.loggers:
+                log.log_metrics(metrics, step=trainer.global_step)
+        if self.verdict is not None and trainer.is_global_zero and (line := self.verdict.line()):
+            logger.info("%s", line)
 
     def flush(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
         """Measure the steps since the last call; every rank must call it at the same step."""

@@ -43,11 +43,19 @@ class Progress(Callback):
         remaining = (now - self._began_at) / done * (trainer.max_steps - trainer.global_step)
         latest = self.metrics.latest
         logger.info(
-            "step %d/%d  loss %.4f  %.1f samples/s  data wait %.1f %%  %s left",
+            "step %d/%d  loss %.4f  %.1f samples/s  data wait %.1f %%  %s left%s",
             trainer.global_step,
             trainer.max_steps,
             latest["loss"],
             latest.get("throughput/samples_per_s", 0.0),
             100 * latest.get("time/data_wait_frac", 0.0),
             duration(remaining),
+            self._limit(),
+        )
+
+    def _limit(self) -> str:
+        """What limits the run, while it is anything but its own computation."""
+        verdict = self.metrics.verdict
+        return (
+            "" if verdict is None or verdict.cause == "compute" else f"  limited by {verdict.cause.replace('_', ' ')}"
         )

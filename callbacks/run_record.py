@@ -7,6 +7,7 @@ a checkpoint first drops the rows after it: those steps are trained again.
 import csv
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import subprocess
@@ -19,6 +20,8 @@ import torch
 from callbacks.window import Window
 
 COLUMNS = ("step", "loss", "step_s", "data_wait_s", "slowest_rank", "samples", "flops", "ranks")
+# Records of earlier versions lack these columns; this is read instead.
+MORE_COLUMNS = {"device_idle_s": math.nan, "recompute_flops": 0.0, "compile_s": 0.0, "pause_s": 0.0, "warm_up": 0.0}
 PACKAGES = ("torch", "lightning", "transformers", "numpy", "pyarrow", "av", "omegaconf", "wandb", "safetensors")
 
 
@@ -46,7 +49,8 @@ class RunRecord:
     def resume_at(self, step: int) -> None:
         """Keep the rows up to and including `step`; a last row cut short by a crash is dropped too."""
         kept = [row for row in self.rows() if row["step"] <= step]
-        lines = [",".join(COLUMNS)] + [",".join(_text(row[name]) for name in COLUMNS) for row in kept]
+        names = (*COLUMNS, *MORE_COLUMNS)
+        lines = [",".join(names)] + [",".join(_text(row[name]) for name in names) for row in kept]
         write_atomically(self.steps_file, "\n".join(lines) + "\n")
 
     def append(self, window: Window) -> None:
@@ -60,6 +64,7 @@ class RunRecord:
             window.samples,
             window.flops,
             [window.world_size] * len(window),
+            *(getattr(window, name) for name in MORE_COLUMNS),
         )
         with self.steps_file.open("a") as file:
             for row in zip(*columns, strict=True):
@@ -74,7 +79,8 @@ class RunRecord:
         rows = []
         for values in raw:
             try:
-                rows.append({name: float(values[name]) for name in COLUMNS})
+                more = {name: float(values[name]) for name in MORE_COLUMNS if name in values}
+                rows.append({name: float(values[name]) for name in COLUMNS} | MORE_COLUMNS | more)
             except (TypeError, ValueError, KeyError):
                 break  # the row being written when the run was killed
         return rows

@@ -15,16 +15,19 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from callbacks.data_wait import DataWait
-from callbacks.gauges import Gauges
+from callbacks.gauges import Gauges, Stages
+from callbacks.host import Host
 from callbacks.memory import Memory
 from callbacks.metrics import Metrics
 from callbacks.mfu import Mfu
 from callbacks.preemption import Preemption
 from callbacks.progress import Progress
+from callbacks.rank_times import RankTimes
 from callbacks.run_record import RunRecord
 from callbacks.step_clock import StepClock
 from callbacks.throughput import Throughput
 from callbacks.validation import Validation
+from callbacks.verdict import Verdict
 from callbacks.window import Meter
 from recipes.checkpoint_io import AtomicCheckpointIO
 from recipes.load import to_dict
@@ -57,6 +60,7 @@ class Run:
         samples_per_epoch: size of the dataset in samples; 0 when it has no end.
         resumable: write checkpoints, and save and stop on SIGTERM, SIGUSR1 or Ctrl-C.
         gauges: reads what the loader reports about itself, logged with the other metrics.
+        stages: reads how busy each stage of the loader was, logged too, and what the verdict on the loader rests on.
         measure: gives the metrics of held-out data, called as the recipe's `validation` says.
     """
 
@@ -69,6 +73,7 @@ class Run:
         samples_per_epoch: int,
         resumable: bool = True,
         gauges: Callable[[], Mapping[str, float]] = dict,
+        stages: Callable[[], Stages] = dict,
         measure: Callable[[LightningModule], Mapping[str, float]] | None = None,
     ) -> None:
         # device lists and advertisements at every start; warnings still come through
@@ -88,8 +93,10 @@ class Run:
         device = self.trainer.strategy.root_device
         self.mfu = Mfu(device, recipe.precision, recipe.metrics.peak_tflops)
         self.memory = Memory(device)
-        meters: list[Meter] = [self.data_wait, self.throughput, self.mfu, self.memory, Gauges(gauges)]
-        self.metrics = Metrics(clock, meters, self.record)
+        self.ranks, self.host = RankTimes(), Host()
+        self.verdict = Verdict(self.ranks, self.mfu, self.host, self.memory, stages)
+        meters: list[Meter] = [self.data_wait, self.throughput, self.ranks, self.mfu, self.memory, self.host]
+        self.metrics = Metrics(clock, [*meters, Gauges(gauges, stages), self.verdict], self.record, self.verdict)
         # the clock stops before anything else runs; a signal is acted upon after the checkpoint that may be due
         callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         callbacks[:0] = [clock, self.metrics, Progress(self.metrics)]
@@ -142,16 +149,17 @@ class Run:
             **self.data_wait.summary(),
             **self.mfu.summary(),
             **self.memory.summary(),
+            **self.ranks.summary(),
+            **self.host.summary(),
+            **self.verdict.summary(),
             **(self.validation.summary() if self.validation is not None else {}),
         }
 
     def _restore_figures(self) -> None:
         self.record.resume_at(self.start_step)
         rows = self.record.rows()
-        step_s = [row["step_s"] for row in rows]
-        self.data_wait.restore((row["data_wait_s"] for row in rows), step_s)
-        self.throughput.restore((int(row["samples"]) for row in rows), step_s)
-        self.mfu.restore((int(row["flops"]) for row in rows), (row["step_s"] * row["ranks"] for row in rows))
+        for meter in (self.data_wait, self.throughput, self.mfu):
+            meter.restore(rows)
 
     def _save(self, trainer: Trainer) -> None:
         path = self.folder.checkpoint_path(trainer.global_step)

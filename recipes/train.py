@@ -94,6 +94,7 @@ def _train_policy(
         StepClock(started_at),
         samples_per_epoch=num_anchors(recipe, datasets),
         gauges=data.gauges,
+        stages=data.stages,
         measure=measure,
     )
     if is_first():

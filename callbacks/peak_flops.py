@@ -11,16 +11,24 @@ PEAKS: tuple[tuple[tuple[str, ...], float, str], ...] = (
     (("B300",), 2250.0, "NVIDIA Blackwell datasheet"),
     (("B200",), 2250.0, "NVIDIA Blackwell datasheet"),
     (("GH200",), 989.0, "NVIDIA H200 datasheet (same die)"),
+    (("H20",), 148.0, "NVIDIA H20 specification as resellers list it, 296 int8"),
+    (("H800", "PCIE"), 756.0, "NVIDIA H100 datasheet (same die and clocks)"),
+    (("H800",), 989.0, "NVIDIA H100 datasheet (same die and clocks)"),
     (("H200", "NVL"), 836.0, "NVIDIA H200 datasheet, 1671 sparse"),
     (("H200",), 989.0, "NVIDIA H200 datasheet, 1979 sparse"),
     (("H100", "NVL"), 835.0, "NVIDIA H100 datasheet"),
     (("H100", "PCIE"), 756.0, "NVIDIA H100 datasheet"),
+    (("H100", "HBM2E"), 756.0, "NVIDIA H100 datasheet: the PCIe card has this memory"),
     (("H100",), 989.0, "NVIDIA H100 datasheet"),
     (("A100",), 312.0, "NVIDIA A100 datasheet"),
     (("A800",), 312.0, "NVIDIA A100 datasheet (same die)"),
+    (("A40",), 149.7, "NVIDIA A40 datasheet"),
+    (("A30",), 165.0, "NVIDIA A30 datasheet"),
+    (("A10",), 125.0, "NVIDIA A10 datasheet"),
     (("L40S",), 362.0, "NVIDIA L40S datasheet, 733 sparse"),
     (("L40",), 181.0, "NVIDIA L40 datasheet"),
     (("L4",), 121.0, "NVIDIA L4 datasheet"),
+    (("RTX PRO 6000", "MAX-Q"), 440.4, "four times its 110.1 TFLOP/s of fp32, the ratio of this die"),
     (("RTX PRO 6000", "BLACKWELL WORKSTATION"), 503.8, "third-party specification table, 1010 sparse"),
     (("RTX 5090",), 209.5, "NVIDIA Blackwell GeForce whitepaper"),
     (("RTX 4090",), 165.2, "NVIDIA Ada GeForce whitepaper"),
@@ -29,8 +37,9 @@ PEAKS: tuple[tuple[tuple[str, ...], float, str], ...] = (
     (("RTX A6000",), 154.8, "NVIDIA RTX A6000 datasheet, half of the sparse figure"),
 )
 
-# Variants that share a name with a faster part but not its figure; better no MFU than a wrong one.
-_UNLISTED = ("LAPTOP", "MAX-Q", "SERVER EDITION", " D ", "TI", "MIG")
+# Variants that share a name with a faster part but not its figure; better no MFU than a wrong one. Of the RTX PRO 6000
+# Server Edition no source states a clock.
+_UNLISTED = ("LAPTOP", "SERVER EDITION", " D ", "TI", "SUPER", "MIG", "VGPU", "GRID")
 
 
 def peak_tflops(device_name: str, precision: str) -> tuple[float, str] | None:
@@ -38,12 +47,12 @@ def peak_tflops(device_name: str, precision: str) -> tuple[float, str] | None:
 
     Args:
         device_name: as `torch.cuda.get_device_name()` gives it.
-        precision: Lightning's name; only the bf16 ones are in the table.
+        precision: the recipe's or Lightning's name; only those that multiply in bf16 are in the table.
 
     Returns:
         (TFLOP/s, source), or None where the table knows nothing certain.
     """
-    if not precision.startswith("bf16"):
+    if "bf16" not in precision.split("-"):
         return None
     name = f"{device_name.upper()} "
     words = name.split()

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (
 from models.common.block_memory import BlockUse, measure, peak, plan_kept
 from models.common.block_options import CheckpointingConfig
 
-__all__ = ["DEFAULT_SAVE", "CheckpointingConfig", "CheckpointingReport", "Plan", "apply", "plans_of"]
+__all__ = ["DEFAULT_SAVE", "CheckpointingConfig", "CheckpointingReport", "Plan", "apply", "plans_of", "resolve"]
 
 _log = logging.getLogger(__name__)
 # Matrix products and attention. The plain implementation of attention is two batched products.
@@ -161,7 +161,7 @@ def apply(
     contexts = None
     if config.mode == "selective":
         patterns = DEFAULT_SAVE if config.save is None else config.save
-        plan.patterns = _resolve(patterns)
+        plan.patterns = resolve(patterns)
         report.saved_ops = patterns
         contexts = _contexts(frozenset().union(*plan.patterns.values()), plan.seen)
     plan.measures = config.mode == "auto" or example is not None
@@ -281,8 +281,12 @@ def _recomputed(part: str, count: int, config: CheckpointingConfig) -> frozenset
     return frozenset(i % count for i in layers)
 
 
-def _resolve(patterns: Sequence[str]) -> dict[str, frozenset[Any]]:
-    """Operations by pattern; a name stands for all of its overloads."""
+def resolve(patterns: Sequence[str]) -> dict[str, frozenset[Any]]:
+    """Operations by pattern; a name stands for all of its overloads.
+
+    Raises:
+        ValueError: patterns that match nothing.
+    """
     names = {name.replace("::", ".", 1): name for name in torch._C._dispatch_get_all_op_names()}
     resolved: dict[str, frozenset[Any]] = {}
     for pattern in patterns:

@@ -1,4 +1,4 @@
-"""Command line: `python -m recipes train|show|check|eval|export`. The only place that prints, and the only `main`.
+"""Command line: `python -m recipes train|show|check|eval|export|report`. The only place that prints, the only `main`.
 
 Heavy libraries are imported inside the commands that need them: `--help`, `show` and errors in a recipe answer at
 once.
@@ -116,6 +116,20 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument(
         "--checkpoint", type=Path, help="a checkpoint by its path: a file, or the folder of a sharded one"
     )
+    text = "put runs side by side: one HTML page that needs no network, or their table as Markdown or JSON"
+    sub = commands.add_parser("report", help=text, description=text)
+    sub.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN", help="run folder; the first is what others are held to"
+    )
+    sub.add_argument(
+        "--out", type=Path, help="file to write; without it report.html in the first run's folder, or stdout"
+    )
+    sub.add_argument("--format", choices=("html", "markdown", "json"), default="html")
+    sub.add_argument("--price", type=float, help="of one device for one hour, for the cost of each run")
+    sub.add_argument(
+        "--steps", type=int, help="N of the time to N steps; the last step that all have reached without it"
+    )
+    sub.add_argument("--loss", type=float, help="the loss to reach; the lowest that all reach at their end without it")
     return parser
 
 
@@ -227,7 +241,30 @@ def _export(arguments: argparse.Namespace, started_at: float) -> int:
     return 0
 
 
-_COMMANDS = {"show": _show, "check": _check, "train": _train, "eval": _eval, "export": _export}
+def _report(arguments: argparse.Namespace, started_at: float) -> int:
+    from recipes.report.figures import compare
+    from recipes.report.page import page
+    from recipes.report.reading import read_runs
+    from recipes.report.text import as_json, markdown
+
+    write = {"html": page, "markdown": markdown, "json": as_json}[arguments.format]
+    try:
+        runs = read_runs(arguments.runs)
+        comparison = compare(runs, steps=arguments.steps, loss=arguments.loss, price=arguments.price)
+        text = write(runs, comparison)
+        out = arguments.out
+        if out is None and arguments.format == "html":
+            out = arguments.runs[0] / "report.html"
+        if out is not None:
+            out.write_text(text, encoding="utf-8")
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(text if out is None else out, end="" if out is None else "\n")
+    return 0
+
+
+_COMMANDS = {"show": _show, "check": _check, "train": _train, "eval": _eval, "export": _export, "report": _report}
 
 
 def _print_table(summary: dict[str, Any], folder: str) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from models.gr00t_n17.config import GR00TN17Config
-from models.gr00t_n17.layers.grids import Grid
+from models.gr00t_n17.layers.grids import Grid, image_tokens
 
 if TYPE_CHECKING:
     from models.gr00t_n17.network import GR00TN17
@@ -75,6 +75,7 @@ def count_flops(
     still_frames: bool = False,
     adapters: Mapping[str, int] | None = None,
     cached_features: bool = False,
+    all_keys: bool = False,
 ) -> Flops:
     """FLOPs of a batch.
 
@@ -86,6 +87,8 @@ def count_flops(
         adapters: rank of the low-rank adapters by target ("vision", "llm", "vl_self_attention", "dit"); the weights of
             a target are frozen.
         cached_features: the backbone does not run.
+        all_keys: every cross block projects and scores all S tokens and masks what it must not see, as upstream does
+            and as here where samples differ in their image tokens.
 
     Frozen parts count their forward only, unless gradients pass through them to a trained part before them; then the
     gradient of their input is added. Formulas: section "FLOPs" of this folder's README.
@@ -109,7 +112,11 @@ def count_flops(
     context_grad = _count_vl_self_attention(
         sample, config, sequence_length, context_grad, ranks.get("vl_self_attention", 0)
     )
-    _count_action(sample, config, sequence_length, draws, context_grad, ranks.get("dit", 0))
+    found = None if all_keys else image_tokens(image_grids, batch_size, config.backbone.vision.spatial_merge_size)
+    keys = (sequence_length, sequence_length)
+    if found is not None and 0 < found < sequence_length:
+        keys = (sequence_length - found, found)
+    _count_action(sample, config, keys, draws, context_grad, ranks.get("dit", 0))
     return Flops(
         forward={part: tally.forward[part] + batch_size * sample.forward[part] for part in PARTS},
         training={part: tally.training[part] + batch_size * sample.training[part] for part in PARTS},
@@ -195,9 +202,12 @@ def _count_vl_self_attention(tally: _Tally, config: GR00TN17Config, num_tokens: 
 
 
 def _count_action(
-    tally: _Tally, config: GR00TN17Config, num_tokens: int, draws: int, context_grad: bool, rank: int
+    tally: _Tally, config: GR00TN17Config, vl_keys: tuple[int, int], draws: int, context_grad: bool, rank: int
 ) -> None:
-    """Encoders, DiT and decoder. Keys of the cross blocks are projected once for all draws."""
+    """Encoders, DiT and decoder; `vl_keys`: keys of a cross block that attends to text, to images.
+
+    Keys of the cross blocks are projected once for all draws.
+    """
     dit, projector = config.tune_diffusion_model, config.tune_projector
     width, hidden, context = config.input_embedding_dim, config.hidden_size, config.backbone_embedding_dim
     horizon, length = config.action_horizon, config.action_horizon + 1
@@ -214,13 +224,14 @@ def _count_action(
     for layer in range(config.diffusion_model_cfg.num_layers):
         part, own = ("dit_self", True) if layer % 2 else ("dit_cross", False)
         tally.linear(part, draws, (width, 2 * width), trained=dit, input_grad=dit)
+        num_keys = length if own else vl_keys[layer % (2 * config.attend_text_every_n_blocks) != 0]
         projections = [(width, width)] * (3 if own else 1)
         tally.linear(part, tokens, *projections, trained=dit, input_grad=stream or dit, rank=rank)
         if not own:
             keys = [(context, width)] * 2
-            tally.linear(part, num_tokens, *keys, trained=dit, input_grad=context_grad, rank=rank)
+            tally.linear(part, num_keys, *keys, trained=dit, input_grad=context_grad, rank=rank)
         stream = stream or dit or rank > 0 or (context_grad and not own)
-        tally.attention(part, tokens, length if own else num_tokens, width, grad=stream)
+        tally.attention(part, tokens, num_keys, width, grad=stream)
         rest = (width, width), (width, 4 * width), (4 * width, width)
         tally.linear(part, tokens, *rest, trained=dit, input_grad=stream, rank=rank)
     tally.linear("encoders", draws, (width, 2 * width), trained=dit, input_grad=dit)

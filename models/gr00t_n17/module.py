@@ -1,6 +1,9 @@
 """GR00T N1.7 under Lightning: loss of a batch with per-sample draws, stock optimiser and schedule, logged numbers."""
 
+import contextlib
+import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,6 +11,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from models.common import draws
+from models.common.ema import Ema, without_averages
+from models.common.graphs import CudaCapture, HeadGraphs
+from models.common.lookahead import Lookahead, next_drawn
 from models.common.mesh import sharded_modules
 from models.common.optim import (
     OptimizerConfig,
@@ -17,14 +23,19 @@ from models.common.optim import (
     from_options,
     settings_of,
 )
+from models.common.step_options import EmaConfig
+from models.common.step_options import Graphs as GraphsChoice
+from models.common.step_options import Lookahead as LookaheadChoice
+from models.gr00t_n17.ahead import frozen_layers, lookahead_problem, run_frozen
 from models.gr00t_n17.checkpoint.trained import FrozenWeights
 from models.gr00t_n17.feature_store import FeatureCache
-from models.gr00t_n17.features import KEYS, cached_forward
 from models.gr00t_n17.flops import step_flops
 from models.gr00t_n17.layers.grids import Grid
 from models.gr00t_n17.network import GR00TN17
 from models.gr00t_n17.parallelize import shard
 from models.gr00t_n17.step_mean import StepMean, gradients, scale_, total_norm
+
+logger = logging.getLogger(__name__)
 
 
 class GR00TN17Module(LightningModule):
@@ -37,6 +48,9 @@ class GR00TN17Module(LightningModule):
         schedule: max_steps and warmup_steps or warmup_ratio.
         flow_draws: independent (noise, time) draws per sample that share one backbone pass.
         feature_cache: keeps the outputs of a frozen backbone; the inputs then carry `features.with_keys`' keys.
+        lookahead: `stream` runs the frozen part of the next micro-batch beside the trained part of this one.
+        graphs: `head` replays the head's loss and its gradients as one CUDA graph per shape.
+        ema: average of the trained weights over the steps; `averaged` puts it in.
     """
 
     def __init__(
@@ -48,6 +62,9 @@ class GR00TN17Module(LightningModule):
         schedule: ScheduleConfig | Mapping[str, Any],
         flow_draws: int = 1,
         feature_cache: FeatureCache | None = None,
+        lookahead: LookaheadChoice = "none",
+        graphs: GraphsChoice = "none",
+        ema: EmaConfig | Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         if flow_draws < 1:
@@ -71,6 +88,10 @@ class GR00TN17Module(LightningModule):
         self._backbone_share = 1.0
         self._settings: list[dict[str, Any]] = []
         self._frozen = FrozenWeights(network)
+        self.lookahead, self.graphs = lookahead, graphs
+        self._ahead: Lookahead | None = None
+        self._head_graphs: HeadGraphs | None = None
+        self.ema = None if ema is None else Ema(from_options(EmaConfig, ema, "ema"))
         self.train()
 
     def configure_model(self) -> None:
@@ -119,7 +140,7 @@ class GR00TN17Module(LightningModule):
         features = cached_forward(self.network.backbone, cache, inputs, inputs[KEYS])
         self._backbone_share = (cache.misses - before) / len(inputs["position"])
         rest = (inputs[name] for name in ("state", "action", "action_mask", "embodiment_id"))
-        return self.network.action_head.loss(*features, *rest, noise, time)
+        return self.network.action_head.loss(*features, *rest, noise, time, self.network.image_tokens(inputs))
 
     def flow_variables(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """Noise [K * B, H, Da] and time [K * B] for int64 positions [B], row k * B + b being draw k of sample b."""

@@ -95,8 +95,8 @@ class ActionHead(nn.Module):
             noise: standard normal [K * B, H, Da], K draws per sample that share the features; row k * B + b is draw k
                 of sample b. Drawn on the features' device (K = 1) when absent.
             time: [K * B] in [0, 1], in the same order. Drawn from the Beta distribution of the config when absent.
-            image_tokens: image tokens of a sample where all have as many (`GR00TN17.image_tokens`): spares the keys that
-                a block does not attend to. Same values up to rounding.
+            image_tokens: image tokens of a sample where all have as many (`GR00TN17.image_tokens`): spares the keys
+                that a block does not attend to. Same values up to rounding.
         """
         dtype = self._flow_dtype()
         batch = action.shape[0]
@@ -144,8 +144,8 @@ class ActionHead(nn.Module):
         """Actions [B, H, Da] by Euler steps from `noise` [B, H, Da] (drawn when absent), normalised, not clipped.
 
         `action_mask` [B, H, Da] marks the real entries; only a model with `strict_action_padding_mask` reads it, and
-        needs it. `velocity_scale` [H, 1] multiplies the velocity: 0 keeps a row as it is in `noise`. `image_tokens`: as for
-        the loss. Call this in eval mode: dropout would act otherwise.
+        needs it. `velocity_scale` [H, 1] multiplies the velocity: 0 keeps a row as it is in `noise`. `image_tokens`: as
+        for the loss. Call this in eval mode: dropout would act otherwise.
         """
         dtype = self._flow_dtype()
         category = rows_of(shared_category(embodiment_id), self.slots)
@@ -209,8 +209,8 @@ class ActionHead(nn.Module):
     ) -> Tensor:
         """Predicted velocity [B * R, H, A] of noisy actions [B * R, H, A] at bucket [B * R], R rows per sample.
 
-        `vl`: context [B, S, D], its masks of real and of image tokens [B, S], and image tokens per sample if equal. With
-        `real` [B * R, H, A] padded entries are zeroed and padded steps are no keys.
+        `vl`: context [B, S, D], its masks of real and of image tokens [B, S], and image tokens per sample if equal.
+        With `real` [B * R, H, A] padded entries are zeroed and padded steps are no keys.
         """
         context, valid, image_mask, image_tokens = vl
         batch, (rows, horizon, _) = len(context), noisy.shape

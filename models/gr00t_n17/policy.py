@@ -101,6 +101,7 @@ class Policy:
                     noise=None if noise is None else noise.to(device),
                     action_mask=self._action_mask(len(text)).to(device),
                     velocity_scale=None if velocity_scale is None else velocity_scale.to(device),
+                    image_tokens=self.network.image_tokens(inputs),
                 )
         finally:
             # Part by part: frozen parts are in eval mode inside a network that trains.

@@ -151,6 +151,7 @@ class Validation:
                 some["embodiment_id"],
                 noise=draws.normal(self.seed, "validation.sample", some["sample"], shape),
                 action_mask=some["action_mask"],
+                image_tokens=network.image_tokens(some),
             )
             actions[some["row"]] = predicted.to("cpu", torch.float32)
         return actions

@@ -201,19 +201,38 @@ class AlternateVLDiT(nn.Module):
         valid: Tensor,
         image_mask: Tensor,
         tokens: Tensor | None = None,
+        image_tokens: int | None = None,
     ) -> Tensor:
         """x [B * R, T, C], bucket [B * R], context [B, S, D], masks [B, S] bool -> [B * R, T, output_dim].
 
-        `tokens` [B * R, T] bool: which rows of x are keys of the self-attention, None for all.
+        `tokens` [B * R, T] bool: which rows of x are keys of the self-attention, None for all. `image_tokens`: how many
+        of the S context tokens are image tokens, where that is the same in every sample; an even block then projects
+        keys and values of the tokens it attends to and of no others.
         """
         activated_time = F.silu(self.timestep_encoder(bucket))
-        masks = {True: valid & ~image_mask, False: valid & image_mask}
+        keys = _context_keys(context, valid, image_mask, image_tokens)
         for i, block in enumerate(self.transformer_blocks):
             if i % 2:
                 x = block(x, activated_time, mask=tokens)
             else:
-                x = block(x, activated_time, context, masks[i % self.attend_text_every == 0])
+                x = block(x, activated_time, *keys[i % self.attend_text_every == 0])
         # The order of the halves is the opposite of AdaLayerNorm's.
         shift, scale = self.proj_out_1(activated_time).unsqueeze(1).chunk(2, dim=-1)
         x = F.layer_norm(x, (self.dim,), eps=1e-6) * (1 + scale) + shift
         return self.proj_out_2(x)
+
+
+def _context_keys(
+    context: Tensor, valid: Tensor, image_mask: Tensor, image_tokens: int | None
+) -> dict[bool, tuple[Tensor, Tensor]]:
+    """Context tokens and which of them may be attended, for blocks that look at text (True) and at images (False)."""
+    batch, length, _ = context.shape
+    if image_tokens is None or not 0 < image_tokens < length:
+        return {True: (context, valid & ~image_mask), False: (context, valid & image_mask)}
+    keys = {}
+    for text, members, count in ((True, ~image_mask, length - image_tokens), (False, image_mask, image_tokens)):
+        # Every sample has `count` of them, so they form a rectangle; its size is known without asking the device.
+        places = torch.nonzero_static(members.flatten(), size=batch * count).squeeze(1)
+        part = context.flatten(0, 1).index_select(0, places).view(batch, count, -1)
+        keys[text] = (part, valid.flatten().index_select(0, places).view(batch, count))
+    return keys

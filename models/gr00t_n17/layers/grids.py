@@ -58,6 +58,15 @@ def read_grids(image_grid_thw: Tensor | Sequence[Sequence[int]], merge: int) -> 
     return tuple((int(h), int(w)) for _, h, w in rows)
 
 
+def image_tokens(grids: Sequence[Grid], batch: int, merge: int) -> int | None:
+    """Image tokens of a sample when all samples of a batch have as many, else None."""
+    if batch < 1 or len(grids) % batch:
+        return None
+    images = max(1, len(grids) // batch)
+    counts = {sum(h * w for h, w in grids[i : i + images]) // merge**2 for i in range(0, len(grids), images)}
+    return counts.pop() if len(counts) == 1 else None
+
+
 def build_tables(grids: tuple[Grid, ...], vision: VisionConfig, device: torch.device) -> GridTables:
     """All tables of a batch whose images have these grids, in this order."""
     # Leaving inference mode: a table first needed by a validation step must be usable by autograd later.

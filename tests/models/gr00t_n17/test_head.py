@@ -150,6 +150,26 @@ def test_loss_equals_the_equations(draws: int) -> None:
     torch.testing.assert_close(head.loss(**batch, noise=noise, time=time), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_keys_that_no_block_attends_to_are_not_projected() -> None:
+    """Equal image counts make rectangles of text and image tokens: same loss and gradients, fewer rows projected."""
+    head, _ = make_head(diffusion_model_cfg={"num_layers": 6}, vl_self_attention_cfg={"num_layers": 2})
+    batch, (noise, time) = make_batch(), flow_draws(2)
+    rows: list[int] = []
+    for block in head.model.transformer_blocks[::2]:
+        block.attn1.to_k.register_forward_hook(lambda layer, args, out: rows.append(args[0].shape[1]))
+    results = []
+    for image_tokens in (None, 3):
+        head.zero_grad()
+        loss = head.loss(**batch, noise=noise, time=time, image_tokens=image_tokens)
+        loss.backward()
+        results.append((loss, [p.grad.clone() for p in head.parameters()]))
+    (loss, gradients), (spared, other) = results
+    assert rows == [LENGTH] * 3 + [LENGTH - 3, 3, LENGTH - 3]
+    torch.testing.assert_close(spared, loss, rtol=1e-6, atol=0)
+    for a, b in zip(other, gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
 def test_sampler_equals_four_euler_steps_and_repeats() -> None:
     head, config = make_head()
     batch, (noise, _) = make_batch(), flow_draws(1)
@@ -188,8 +208,9 @@ def test_layer_norm_epsilons() -> None:
     plain, bucket = PlainHead(head, config), 400
     context = head.vl_self_attention(head.vlln(batch["features"]))
     token = head._encode_state(batch["state"], batch["embodiment_id"], 1)
-    masks = batch["attention_mask"], batch["image_mask"]
-    result = head._velocity(noise, torch.full((BATCH,), bucket), token, context, *masks, batch["embodiment_id"])
+    masks = (batch["attention_mask"], batch["image_mask"])
+    vl = (context, *masks, None)
+    result = head._velocity(noise, torch.full((BATCH,), bucket), token, vl, batch["embodiment_id"])
     for b in range(BATCH):
         expected_context = plain.context(batch["features"][b])
         assert (context[b] - expected_context).norm() < 1e-4 * expected_context.norm()

@@ -29,6 +29,10 @@ __all__ = ["DEFAULT_SAVE", "CheckpointingConfig", "CheckpointingReport", "Plan",
 _log = logging.getLogger(__name__)
 # Matrix products and attention. The plain implementation of attention is two batched products.
 DEFAULT_SAVE = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_dot_product_*")
+_ATTENTION = tuple(
+    f"aten._scaled_dot_product_{name}_attention{device}"
+    for name, device in (("flash", ""), ("efficient", ""), ("cudnn", ""), ("flash", "_for_cpu"))
+)
 
 
 @dataclass(kw_only=True)
@@ -184,6 +188,14 @@ def plans_of(module: nn.Module) -> tuple[Plan, ...]:
     """Plans of the blocks in a module; one that is `pending` has to run uncompiled."""
     states = (getattr(part, "_recomputation", None) for part in module.modules())
     return tuple(dict.fromkeys(state.plan for state in states if state is not None))
+
+
+def kept_kinds(report: CheckpointingReport) -> frozenset[str]:
+    """Which products a selective recomputation does not run again: of "mm", "addmm" (with a bias) and "attention"."""
+    kinds = {"aten.mm": "mm", "aten.addmm": "addmm", **dict.fromkeys(_ATTENTION, "attention")}
+    return frozenset(
+        kind for name, kind in kinds.items() if any(fnmatch.fnmatch(name, pattern) for pattern in report.saved_ops)
+    )
 
 
 def _install(block: nn.Module, plan: Plan, key: tuple[str, int], *, recompute: bool, contexts: Any) -> None:

@@ -64,6 +64,7 @@ def resolve(
         )
     config = Config(checkpoint)
     deltas = config.deltas("action")
+    _only_steps_that_are_read(deltas, config.deltas("state"))
     if horizon is not None and horizon != len(deltas):
         logger.info("data.horizon=%d replaces the %d action steps of the checkpoint", horizon, len(deltas))
         deltas = tuple(range(horizon))
@@ -128,6 +129,11 @@ class Config:
     ) -> Modalities:
         """With the groups and cameras that the names stand for."""
         configs = self.values["action"].get("action_configs") or [{}] * len(action)
+        if len(configs) != len(action):
+            raise ValueError(
+                f"processor_config.json: {len(configs)} action_configs for the {len(action)} groups "
+                f"{[group.name for group in action]}; one for each was expected"
+            )
         return Modalities(
             video=video,
             state=state,
@@ -142,7 +148,19 @@ class Config:
         )
 
 
+def _only_steps_that_are_read(action: tuple[int, ...], state: tuple[int, ...]) -> None:
+    """A dataset is read at the anchor and at every row from it on; other steps would be given these rows unnoticed."""
+    for section, deltas, read in (("action", action, tuple(range(len(action)))), ("state", state, (0,))):
+        if deltas != read:
+            raise ValueError(
+                f"the checkpoint's modality config has the {section} steps {list(deltas)}, of a dataset {list(read)} "
+                "are read; set model.modality, which replaces the config"
+            )
+
+
 def _action(group: Group, said: dict[str, Any]) -> ActionGroup:
+    if unknown := sorted(set(said) - {"rep", "type", "format", "state_key"}):
+        raise ValueError(f"action group {group.name}: {unknown} are none of rep, type, format, state_key")
     return ActionGroup(name=group.name, column=group.column, start=group.start, stop=group.stop, **said)
 
 
@@ -186,11 +204,12 @@ def _video_names(cameras: Sequence[str], modality: Mapping[str, Any] | None) -> 
 
 
 def _checkpoint_video(keys: Sequence[str], names: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
-    """The checkpoint's cameras in its order, by name; by place where the names say nothing and the numbers agree."""
+    """The checkpoint's cameras in its order, by name; by place where the numbers agree and no name says otherwise."""
     cameras = dict(names)
     if all(key in cameras for key in keys):
         return tuple((key, cameras[key]) for key in keys)
-    if len(keys) == len(names):
+    by_place = zip(keys, names, strict=False)
+    if len(keys) == len(names) and all(key == name or key not in cameras for key, (name, _) in by_place):
         video = tuple((key, camera) for key, (_, camera) in zip(keys, names, strict=True))
         logger.info("cameras of the checkpoint by place: %s", ", ".join(f"{key} = {camera}" for key, camera in video))
         return video

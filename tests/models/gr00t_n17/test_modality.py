@@ -100,6 +100,11 @@ def test_cameras_of_a_checkpoint_are_found_by_name_or_by_place() -> None:
     assert by_place.video == (("wrist", "a"), ("front", "b"))
     with pytest.raises(ValueError, match=r"has the cameras \['wrist', 'front'\].*name 2 in data.cameras"):
         made(modality=MODALITY, checkpoint=config)
+    # a place must not give a camera another one's name: here the wrist's would be called front
+    with pytest.raises(ValueError, match=r"name 2 in data\.cameras"):
+        made(modality={**MODALITY, "video": {}}, checkpoint=config, cameras=["side", "observation.images.wrist"])
+    beside = made(modality={**MODALITY, "video": {}}, checkpoint=config, cameras=["observation.images.wrist", "side"])
+    assert beside.video == (("wrist", "observation.images.wrist"), ("front", "side"))
 
 
 @pytest.mark.parametrize("given", [{}, {"groups": {"mean_std": ["arm"], "action": {"arm": {"rep": "RELATIVE"}}}}])
@@ -136,6 +141,23 @@ def test_they_survive_json_and_the_checkpoints_form(given: dict[str, Any]) -> No
         (
             {"checkpoint": {**CONFIG, "state": {"delta_indices": [0], "modality_keys": ["leg"]}}},
             r"the checkpoint's modality config has the state groups \['leg'\]",
+        ),
+        # Steps that a loader would not read, so that others would stand in their places unnoticed.
+        (
+            {"checkpoint": {**CONFIG, "action": {**CONFIG["action"], "delta_indices": [0, 2, 4, 6]}}},
+            r"has the action steps \[0, 2, 4, 6\], of a dataset \[0, 1, 2, 3\] are read",
+        ),
+        (
+            {"checkpoint": {**CONFIG, "state": {**CONFIG["state"], "delta_indices": [-1]}}},
+            r"has the state steps \[-1\], of a dataset \[0\] are read",
+        ),
+        (
+            {"checkpoint": {**CONFIG, "action": {**CONFIG["action"], "action_configs": [{}]}}},
+            r"1 action_configs for the 2 groups \['grip', 'arm'\]",
+        ),
+        (
+            {"checkpoint": {**CONFIG, "action": {**CONFIG["action"], "action_configs": [{"scale": 2}, {}]}}},
+            r"action group grip: \['scale'\] are none of rep, type, format, state_key",
         ),
     ],
 )

@@ -8,11 +8,20 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
+from models.common import sharded_state
+
 
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Lightning's own goes through the system's temporary folder: from another file system the last move is a copy,
     which a kill cuts short under the final name. It also holds the whole file in memory first.
+
+    Reads the folders of sharded runs too: a run may continue with other ranks than it began with.
     """
+
+    def load_checkpoint(self, path: str | Path, *args: Any, **options: Any) -> dict[str, Any]:
+        if Path(path).is_dir():
+            return sharded_state.read(Path(path))
+        return super().load_checkpoint(path, *args, **options)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
@@ -21,6 +30,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             raise TypeError("storage_options are not supported; checkpoints go to a local folder")
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            sharded_state.discard(path)  # no file can take a folder's place
         # One name for all: what a killed run left behind is overwritten by the next checkpoint.
         temporary = path.with_name(".writing.ckpt")
         try:
@@ -37,3 +48,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             ) from error
         finally:
             temporary.unlink(missing_ok=True)
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        sharded_state.discard(Path(path))

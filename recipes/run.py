@@ -11,7 +11,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from callbacks.data_wait import DataWait
@@ -29,11 +28,14 @@ from callbacks.throughput import Throughput
 from callbacks.validation import Validation
 from callbacks.verdict import Verdict
 from callbacks.window import Meter
+from models.common import sharded_state
+from models.common.mesh import MeshStrategy
 from recipes.checkpoint_io import AtomicCheckpointIO
 from recipes.load import to_dict
-from recipes.ranks import is_first, ranks_per_node, world_size
+from recipes.ranks import is_first, ranks_per_node
 from recipes.run_folder import RunFolder
 from recipes.schema import Recipe
+from recipes.strategy import PRECISION, build_strategy
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +47,6 @@ _SILENCED = (
     "in eval mode at the start of training",  # the frozen parts, on purpose
     "isinstance\\(treespec, LeafSpec\\)",  # Lightning 2.6 on PyTorch 2.13
 )
-
-# `fsdp-bf16` is a matter of the sharded modules alone; autocast on top would round twice.
-_LIGHTNING_PRECISION: Mapping[str, Any] = {"fp32": "32-true", "bf16-mixed": "bf16-mixed", "fsdp-bf16": "32-true"}
 
 
 class Run:
@@ -85,13 +84,14 @@ class Run:
         self.record = RunRecord(folder.path)
         if resumable and is_first():
             folder.set_damaged_aside()
+            sharded_state.clear(folder.checkpoints)
         self.checkpoint = folder.latest_checkpoint() if resumable else None
         self.data_wait = DataWait()
         self.throughput = Throughput(samples_per_epoch)
         self.preemption = Preemption(self._save) if resumable else None
         self.trainer = self._trainer([self._checkpoints()] if resumable else [])
         device = self.trainer.strategy.root_device
-        self.mfu = Mfu(device, recipe.precision, recipe.metrics.peak_tflops)
+        self.mfu = Mfu(device, PRECISION[recipe.precision], recipe.metrics.peak_tflops)
         self.memory = Memory(device)
         self.ranks, self.host = RankTimes(), Host()
         self.verdict = Verdict(self.ranks, self.mfu, self.host, self.memory, stages)
@@ -129,6 +129,7 @@ class Run:
         # weights_only: a checkpoint holds tensors and plain values; nothing in it may run code
         with exits_name_their_signal():
             self.trainer.fit(module, ckpt_path=path, weights_only=True, **data)
+        self._finish_saving()
 
     def save_final(self) -> None:
         """Checkpoint of the last step, unless the cadence has just written it; call it on every rank."""
@@ -162,12 +163,19 @@ class Run:
             meter.restore(rows)
 
     def _save(self, trainer: Trainer) -> None:
+        self._finish_saving()
         path = self.folder.checkpoint_path(trainer.global_step)
         # Saving is a collective: rank 0 decides for all, or a slow rank could already find the file of a fast one.
         if not trainer.strategy.broadcast(path.exists()):
             trainer.save_checkpoint(path)
+            self._finish_saving()
         if trainer.is_global_zero:
             self.folder.prune(self.recipe.checkpoint.keep)
+
+    def _finish_saving(self) -> None:
+        """Wait for a checkpoint of shards that is being written behind the training; every rank calls it."""
+        if isinstance(self.trainer.strategy, MeshStrategy):
+            self.trainer.strategy.finish_saving()
 
     def _checkpoints(self) -> ModelCheckpoint:
         keep = self.recipe.checkpoint.keep
@@ -182,16 +190,15 @@ class Run:
         )
 
     def _trainer(self, callbacks: list[Callback]) -> Trainer:
-        recipe, ranks = self.recipe, world_size()
+        recipe = self.recipe
         return Trainer(
             max_steps=recipe.trainer.max_steps,
             max_time=recipe.trainer.max_time,
             accelerator=recipe.trainer.accelerator,
             devices=ranks_per_node(),
             num_nodes=recipe.trainer.num_nodes,
-            # Gradients are views into the buckets they are reduced in: no second copy of them, 6.5 GB at released size.
-            strategy=DDPStrategy(gradient_as_bucket_view=True) if ranks > 1 else "auto",
-            precision=_LIGHTNING_PRECISION[recipe.precision],
+            strategy=build_strategy(recipe),
+            precision=PRECISION[recipe.precision],
             accumulate_grad_batches=recipe.trainer.accumulate_grad_batches,
             gradient_clip_val=recipe.trainer.gradient_clip_val,
             log_every_n_steps=recipe.trainer.log_every_n_steps,

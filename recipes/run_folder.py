@@ -42,6 +42,13 @@ FREE_KEYS = (
     "evaluation",
     "validation",
     "model.feature_cache",  # the same features, made once
+    "parallel",  # like the number of ranks: sums in another order
+    "checkpointing",  # computed again instead of kept
+    "lookahead",  # computed earlier
+    "graphs",  # launched as one
+    "compile.on_failure",
+    "compile.cache_dir",
+    "parallel",  # checkpoints are read by any number of ranks
     "run.torch_threads",
     "run.dir",
 )
@@ -86,7 +93,7 @@ class RunFolder:
 
     def latest_checkpoint(self) -> tuple[Path, int] | None:
         """Newest whole checkpoint and its step; files still being written have another name."""
-        return next(((file, step) for step, file in reversed(self._stored()) if zipfile.is_zipfile(file)), None)
+        return next(((path, step) for step, path in reversed(self._stored()) if is_whole(path)), None)
 
     def set_damaged_aside(self) -> None:
         """Rename checkpoints that were cut short, so that their step can be saved again and nothing is deleted.
@@ -101,7 +108,7 @@ class RunFolder:
             )
             raise RecipeError([message])
         for _, file in self._stored():
-            if not zipfile.is_zipfile(file):  # its directory stands at the end, so a part of the file has none
+            if not is_whole(file):
                 aside = file.rename(file.with_name(f"{file.name}.damaged"))
                 logger.warning("checkpoint %s is not whole: kept as %s, not used", file, aside.name)
 
@@ -131,15 +138,17 @@ class RunFolder:
 
     def prune(self, keep: int) -> None:
         """Delete all but the newest `keep` checkpoints; -1 keeps all. Lightning counts only those it wrote itself."""
-        for _, file in self._stored()[:-keep] if keep > 0 else []:
-            file.unlink(missing_ok=True)
+        from models.common.sharded_state import discard  # needs torch, which `show` must not wait for
+
+        for _, path in self._stored()[:-keep] if keep > 0 else []:
+            discard(path)
 
     def _stored(self) -> list[tuple[int, Path]]:
         files = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
         return sorted((int(match[1]), file) for file in files if (match := _CHECKPOINT.fullmatch(file.name)))
 
     def checkpoint_path(self, step: int) -> Path:
-        """Where the checkpoint of a step goes; the name sorts by step."""
+        """Where the checkpoint of a step goes, a file or a folder of shards; the name sorts by step."""
         return self.checkpoints / f"step-{step:08d}.ckpt"
 
     def create(self, recipe: Recipe) -> None:
@@ -165,6 +174,17 @@ class RunFolder:
     def changes(self, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
         """Every key that differs from the stored recipe, the free ones too."""
         return diff(self.recipe or {}, to_dict(recipe)) if self.recipe else {}
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Whether nothing of a checkpoint is missing: of a file its end, of a folder any byte of the files it lists."""
+    if not checkpoint.is_dir():
+        return zipfile.is_zipfile(checkpoint)  # its directory stands at the end, so a part of the file has none
+    try:
+        sizes: dict[str, int] = json.loads((checkpoint / "files.json").read_text())
+        return all((checkpoint / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError):
+        return False
 
 
 def _completed(stored: dict[str, Any]) -> dict[str, Any]:

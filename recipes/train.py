@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from callbacks.run_record import write_atomically
 from callbacks.step_clock import StepClock
+from models.common.mesh import gathered, whole_tensors
 from models.gr00t_n17.checkpoint.weights import weights_digest
 from models.gr00t_n17.parallelize import tuned_parameters
 from recipes.build import build_datamodule, build_module, build_network, with_local_weights
@@ -18,6 +19,7 @@ from recipes.check import batch_size_per_rank
 from recipes.evaluate import closed_loop, swapped
 from recipes.feature_cache import build_feature_cache
 from recipes.held_out import build_validation
+from recipes.options import option_figures
 from recipes.ranks import is_first, rank, world_size
 from recipes.run import Run, set_torch_threads
 from recipes.run_folder import RunFolder
@@ -27,6 +29,7 @@ from recipes.stages import make_dataset, to_do, train_grounding, with_first_stag
 
 if TYPE_CHECKING:
     from knonik import Dataset
+    from models.gr00t_n17.network import GR00TN17
 
 logger = logging.getLogger(__name__)
 
@@ -83,11 +86,15 @@ def _train_policy(
             )
     batch_size = batch_size_per_rank(recipe, world_size())
     data = build_datamodule(recipe, datasets, processor, batch_size)
-    measure = None
+    measure: Callable[[Any], dict[str, float]] | None = None
     if recipe.validation is not None:
         share = {"rank": rank(), "world_size": world_size()}
         validation = build_validation(recipe, whole, processor, batch_size=batch_size, **share)
-        measure = lambda module: validation.measure(module.network)  # noqa: E731
+
+        def measure(module: Any) -> dict[str, float]:
+            with gathered(module.network):  # ranks may have different numbers of batches
+                return dict(validation.measure(module.network))
+
     run = Run(
         recipe,
         folder,
@@ -109,23 +116,34 @@ def _train_policy(
     if run.stopped_by is not None:
         return None, 128 + run.stopped_by
     run.save_final()
+    weights = whole_tensors(tuned_parameters(network), keep=is_first())
+    evaluated = {} if recipe.evaluation is None else _evaluated(recipe, network, processor)
     if not is_first():
         return None, 0
     summary = {
         "steps": run.trainer.global_step,
         "fingerprint": fingerprint,
-        "weights_digest": weights_digest(tuned_parameters(network)),
+        "weights_digest": weights_digest(weights),
         **run.figures(),
+        **option_figures(recipe, network),
         "loader_stages": data.stages(),
         "loader_gauges": data.gauges(),
         **untrained,
+        **evaluated,
     }
-    if recipe.evaluation is not None:
-        logger.info("evaluating the trained policy on %d held-out layouts", recipe.evaluation.layouts)
-        summary |= closed_loop(recipe, network, processor)
-        summary |= swapped(closed_loop(recipe, network, processor, swap_instruction=True))
     run.record.write_summary(summary)
     return summary, 0
+
+
+def _evaluated(recipe: Recipe, network: "GR00TN17", processor: Any) -> dict[str, Any]:
+    """Closed-loop results of the trained policy, found by the first rank; all take part where weights are sharded."""
+    assert recipe.evaluation is not None
+    with gathered(network):
+        if not is_first():
+            return {}
+        logger.info("evaluating the trained policy on %d held-out layouts", recipe.evaluation.layouts)
+        figures = closed_loop(recipe, network, processor)
+        return figures | swapped(closed_loop(recipe, network, processor, swap_instruction=True))
 
 
 def _once(path: Path, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -30,19 +30,6 @@ from models.common import sharded_state
 REPLICATE, SHARD = "replicate", "shard"
 
 
-def mesh_shape(ranks: int, shard: int, replicate: int | None = None) -> tuple[int, int]:
-    """(replicate, shard) of a number of ranks.
-
-    Raises:
-        ValueError: the two do not multiply to the number of ranks.
-    """
-    if shard < 1 or ranks % shard or (replicate is not None and replicate * shard != ranks):
-        given = f"shard {shard}" if replicate is None else f"replicate {replicate} x shard {shard}"
-        fitting = [n for n in range(1, ranks + 1) if ranks % n == 0]
-        raise ValueError(f"{given} does not make {ranks} ranks; shard can be one of {fitting}")
-    return ranks // shard, shard
-
-
 def bf16_policy() -> MixedPrecisionPolicy:
     """Weights are gathered in bfloat16 and gradients are summed over the ranks in float32.
 
@@ -106,7 +93,7 @@ def gathered(network: nn.Module) -> Iterator[None]:
 
 
 def whole_tensors(tensors: Mapping[str, Tensor], *, keep: bool = True) -> dict[str, Tensor]:
-    """Tensors by name with sharded ones put together on the CPU; every rank must call it.
+    """Tensors by name, sharded ones put together on the CPU, others as they are; every rank must call it.
 
     Args:
         keep: False on ranks that only take part, and get an empty dict.
@@ -116,8 +103,9 @@ def whole_tensors(tensors: Mapping[str, Tensor], *, keep: bool = True) -> dict[s
         whole = tensor.detach()
         if isinstance(whole, DTensor):
             whole = whole.full_tensor()
+            whole = whole.cpu() if keep else whole
         if keep:
-            result[name] = whole.cpu()
+            result[name] = whole
     return result
 
 
@@ -142,7 +130,10 @@ class MeshStrategy(ModelParallelStrategy):
     def setup_environment(self) -> None:
         """The process group, then the mesh: the base class would make one of data and tensor parallelism."""
         self._setup_distributed()
-        mesh_shape(self.world_size, self.shard, self.replicate)
+        if self.replicate * self.shard != self.world_size:
+            raise ValueError(
+                f"replicate {self.replicate} x shard {self.shard} are not the {self.world_size} ranks of this run"
+            )
         shape, names = (self.replicate, self.shard), (REPLICATE, SHARD)
         if self.replicate == 1:
             shape, names = shape[1:], names[1:]

@@ -127,11 +127,21 @@ class DataModule(pl.LightningDataModule):
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Count the batch as trained and turn it into the training step's input."""
-        if not isinstance(batch, Batch):
-            return batch
-        if self.loader is not None and self.trainer is not None and self.trainer.training:
-            self.loader.acknowledge(batch)
+        """Count the batch as trained and turn it into the training step's input.
+
+        Inputs that were made ahead by `device_inputs` come with the batch they were made of, as `drawn`.
+        """
+        drawn = getattr(batch, "drawn", batch)
+        if isinstance(drawn, Batch) and self.loader is not None and self.trainer is not None and self.trainer.training:
+            self.loader.acknowledge(drawn)
+        return self._inputs(batch) if isinstance(batch, Batch) else batch
+
+    def device_inputs(self, batch: Any, device: torch.device) -> Any:
+        """The training step's input of a batch whose step is still to come: nothing is counted as trained."""
+        batch = self.transfer_batch_to_device(batch, device, 0)
+        return self._inputs(batch) if isinstance(batch, Batch) else batch
+
+    def _inputs(self, batch: Batch) -> Any:
         batch = batch.rgb()
         return batch if self._device_transform is None else self._device_transform(batch)
 

@@ -98,6 +98,8 @@ class GR00TN17Module(LightningModule):
         """Shard the network where the strategy has a mesh; called once before the optimizer is made."""
         if self.device_mesh is not None and not sharded_modules(self.network):
             shard(self.network, self.device_mesh, getattr(self.trainer.strategy, "policy", None))
+        if self.ema is not None:
+            self.ema.track(self.network)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """A checkpoint holds what is trained; the frozen rest is where the run found it."""
@@ -105,10 +107,40 @@ class GR00TN17Module(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._frozen.put_back(checkpoint)
+        if self.ema is None:
+            without_averages(checkpoint["state_dict"])
+        else:
+            self.ema.complete(checkpoint["state_dict"])
 
     def on_fit_start(self) -> None:
         # Lightning keeps the modes it finds, and an evaluation before the fit may have left another one.
         self.train()
+        if self.lookahead == "stream":
+            problem = lookahead_problem(self.network)
+            if problem is not None and self.global_rank == 0:
+                logger.warning("lookahead: off, %s", problem)
+            if problem is None:
+                whole = frozen_layers(self.network) == len(self.network.backbone.language_model.layers)
+                self._ahead = Lookahead(
+                    partial(run_frozen, self.network, self.feature_cache, whole), self.trainer.strategy.root_device
+                )
+        if self.graphs == "head" and self._head_graphs is None:
+            head = self.network.action_head
+            if self.trainer.strategy.root_device.type != "cuda":
+                logger.warning("graphs: off, CUDA graphs need a GPU; the head runs as usual")
+            else:
+                accumulates = self.trainer.accumulate_grad_batches > 1
+                self._head_graphs = HeadGraphs(head.loss, head, CudaCapture(), accumulates=accumulates)
+                head.loss = self._head_graphs  # type: ignore[method-assign, assignment]
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """The inputs that were made of this batch during the step before, if they were."""
+        return batch if self._ahead is None else self._ahead.swap(batch)
+
+    def teardown(self, stage: str) -> None:
+        """Let go of a micro-batch that no step has taken."""
+        if self._ahead is not None:
+            self._ahead.clear()
 
     def training_step(self, inputs: Mapping[str, Any], batch_idx: int = 0) -> Tensor | dict[str, Tensor]:
         """Loss of one micro-batch: its mean where it is the whole step, else its sum.
@@ -127,20 +159,36 @@ class GR00TN17Module(LightningModule):
         weight = inputs["action_mask"].sum(dtype=torch.float32) * self.flow_draws + 1e-6  # what the mean was divided by
         error = mean * weight
         self._mean.add(error, weight)
+        self._look_ahead()
         if self._shares() == 1:
             return mean
         return {"loss": error, "loss_sum": error.detach(), "loss_weight": weight}
 
     def _loss(self, inputs: Mapping[str, Any], noise: Tensor, time: Tensor) -> Tensor:
-        """Mean loss of a micro-batch; the backbone runs for the samples that the cache does not have."""
-        cache = self.feature_cache
-        if cache is None:
-            return self.network(inputs, noise=noise, time=time)
-        before = cache.misses
-        features = cached_forward(self.network.backbone, cache, inputs, inputs[KEYS])
-        self._backbone_share = (cache.misses - before) / len(inputs["position"])
-        rest = (inputs[name] for name in ("state", "action", "action_mask", "embodiment_id"))
-        return self.network.action_head.loss(*features, *rest, noise, time, self.network.image_tokens(inputs))
+        """Mean loss of a micro-batch; the backbone runs where its features are not there yet."""
+        features = None
+        if self._ahead is not None:
+            features, self._backbone_share = self._ahead.result(inputs)
+        elif self.feature_cache is not None:
+            features, self._backbone_share = run_frozen(self.network, self.feature_cache, True, inputs)
+        return self.network(inputs, noise=noise, time=time, features=features)
+
+    def _look_ahead(self) -> None:
+        """Begin the next micro-batch, which the trainer has drawn already; not after the last one of the run."""
+        if self._ahead is None or self._trainer is None:
+            return
+        ends = self._micro_batch + 1 == self.trainer.accumulate_grad_batches
+        if ends and 0 <= self.trainer.max_steps <= self.global_step + 1:
+            return
+        drawn = next_drawn(self.trainer)
+        if drawn is not None:
+            self._ahead.start(drawn, self._inputs_of)
+
+    def _inputs_of(self, drawn: Any) -> Mapping[str, Any]:
+        """Inputs of a batch on the device, without counting it as trained."""
+        source = getattr(getattr(self.trainer, "datamodule", None), "device_inputs", None)
+        inputs = self.trainer.strategy.batch_to_device(drawn) if source is None else source(drawn, self.device)
+        return inputs  # type: ignore[no-any-return]
 
     def flow_variables(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """Noise [K * B, H, Da] and time [K * B] for int64 positions [B], row k * B + b being draw k of sample b."""
@@ -164,6 +212,25 @@ class GR00TN17Module(LightningModule):
         for optimizer, schedule in zip(self.trainer.optimizers, self.trainer.lr_scheduler_configs, strict=True):
             scheduler: Any = schedule.scheduler
             apply_settings(optimizer, scheduler, self._settings)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        """Update the weights, and then their average: before anything saves them."""
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        if self.ema is not None:
+            inner = getattr(optimizer, "optimizer", optimizer)
+            self.ema.update(self.global_step + 1, getattr(inner, "master", None))
+
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the network computes with the average of its weights where one is kept."""
+        return contextlib.nullcontext() if self.ema is None else self.ema.applied()
+
+    def option_figures(self) -> dict[str, float]:
+        """What the options of the step have come to, for the run's summary."""
+        figures = {} if self._ahead is None else self._ahead.summary()
+        if self._head_graphs is not None:
+            graphs = self._head_graphs
+            figures |= {"graphs": graphs.captured, "graph_replays": graphs.replays, "graph_eager_calls": graphs.eager}
+        return figures
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the loss of the step and find what its gradient must be divided by."""

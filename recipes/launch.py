@@ -1,4 +1,4 @@
-"""Command line: `python -m recipes train|show|check|eval|export|report`. The only place that prints, the only `main`.
+"""Command line: `python -m recipes train|show|check|eval|export|report|dashboard`. The only place that prints.
 
 Heavy libraries are imported inside the commands that need them: `--help`, `show` and errors in a recipe answer at
 once.
@@ -130,6 +130,11 @@ def _parser() -> argparse.ArgumentParser:
         "--steps", type=int, help="N of the time to N steps; the last step that all have reached without it"
     )
     sub.add_argument("--loss", type=float, help="the loss to reach; the lowest that all reach at their end without it")
+    text = "make the dashboard of this project's metrics in Weights & Biases, or print its panels"
+    sub = commands.add_parser("dashboard", help=text, description=text)
+    sub.add_argument(
+        "project", nargs="?", help="ENTITY/PROJECT to store it in; without it the panels are printed as JSON"
+    )
     return parser
 
 
@@ -264,7 +269,26 @@ def _report(arguments: argparse.Namespace, started_at: float) -> int:
     return 0
 
 
-_COMMANDS = {"show": _show, "check": _check, "train": _train, "eval": _eval, "export": _export, "report": _report}
+def _dashboard(arguments: argparse.Namespace, started_at: float) -> int:
+    from recipes.dashboard import create, panels
+
+    try:
+        print(json.dumps(panels(), indent=2) if arguments.project is None else create(arguments.project))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+_COMMANDS = {
+    "show": _show,
+    "check": _check,
+    "train": _train,
+    "eval": _eval,
+    "export": _export,
+    "report": _report,
+    "dashboard": _dashboard,
+}
 
 
 def _print_table(summary: dict[str, Any], folder: str) -> None:

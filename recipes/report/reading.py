@@ -6,7 +6,6 @@ not have are absent, never made up.
 """
 
 import csv
-import io
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -152,14 +151,21 @@ def _logged(folder: Path) -> tuple[dict[str, tuple[Column, Column]], dict[int, f
 
 def _columns(path: Path, names: Iterable[str] | None = None) -> dict[str, Column]:
     """Columns of a CSV file as float64, NaN where a field is empty; `names` limits what is converted."""
-    from pyarrow import BufferReader, float64
+    from pyarrow import BufferReader, float64, memory_map
     from pyarrow import csv as arrow
 
-    whole = path.read_bytes()
-    whole = whole[: whole.rfind(b"\n") + 1]  # a row still being written has no end of line
-    header = next(csv.reader([io.BytesIO(whole).readline().decode().strip()]), [])
+    whole = memory_map(str(path)).read_buffer() if path.stat().st_size else b""  # a gigabyte in a long run: not copied
+    end = len(whole)
+    while end and (newline := bytes(whole[max(0, end - 4096) : end]).rfind(b"\n")) < 0:
+        end = max(0, end - 4096)
+    if not end:
+        return {}
+    end = max(0, end - 4096) + newline + 1  # a row still being written has no end of line
+    whole = whole[:end]
+    with path.open(newline="") as file:
+        header = next(csv.reader(file))
     wanted = [name for name in header if names is None or name in set(names)]
-    if not whole or not wanted:
+    if not wanted:
         return {}
     table = arrow.read_csv(
         BufferReader(whole),

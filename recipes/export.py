@@ -20,7 +20,13 @@ _PRIVATE = ("run", "data.uri", "data.cache", "data.generate", "logger", "wandb",
 
 
 def export_run(
-    run: Path, out: Path, *, dtype: str = "bfloat16", step: int | None = None, checkpoint: Path | None = None
+    run: Path,
+    out: Path,
+    *,
+    dtype: str = "bfloat16",
+    step: int | None = None,
+    checkpoint: Path | None = None,
+    averaged: bool = False,
 ) -> dict[str, Any]:
     """Write a run's newest checkpoint, or that of a step, as a checkpoint folder; on the CPU alone.
 
@@ -30,6 +36,7 @@ def export_run(
         dtype: of the weights, "bfloat16" as released or "float32".
         step: which checkpoint of the run.
         checkpoint: a checkpoint by its path instead: a file, or the folder of a sharded one.
+        averaged: write the averages of the weights over the steps instead of the weights.
 
     Returns:
         `folder`, `step`, `dtype` and `bytes` of what was written.
@@ -44,7 +51,7 @@ def export_run(
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} exists and is not empty; name a new folder")
-    trained = load_run(run, step=step, checkpoint=checkpoint)
+    trained = load_run(run, step=step, checkpoint=checkpoint, averaged=averaged)
     stored = RunFolder(run).recipe or {}
     export(
         trained.network,

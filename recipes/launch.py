@@ -111,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("run", type=Path, help="run folder")
     sub.add_argument("folder", type=Path, help="folder to make")
     sub.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights")
+    sub.add_argument("--ema", action="store_true", help="the average of the weights over the steps, where one is kept")
     which = sub.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, help="checkpoint of this step instead of the newest")
     which.add_argument(
@@ -238,6 +239,7 @@ def _export(arguments: argparse.Namespace, started_at: float) -> int:
             dtype=arguments.dtype,
             step=arguments.step,
             checkpoint=arguments.checkpoint,
+            averaged=arguments.ema,
         )
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)

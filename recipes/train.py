@@ -92,7 +92,8 @@ def _train_policy(
         validation = build_validation(recipe, whole, processor, batch_size=batch_size, **share)
 
         def measure(module: Any) -> dict[str, float]:
-            with gathered(module.network):  # ranks may have different numbers of batches
+            # averaged weights are put in shard by shard; gathered, as ranks may have different numbers of batches
+            with module.averaged(), gathered(module.network):
                 return dict(validation.measure(module.network))
 
     run = Run(
@@ -110,14 +111,21 @@ def _train_policy(
             for all_of, dataset in zip(whole, datasets, strict=True)
         ]
         ids = held_out[0] if recipe.data.mixture is None else held_out
-        run.record.write_environment({"fingerprint": fingerprint, "world_size": world_size(), "episodes_held_out": ids})
+        about = {"fingerprint": fingerprint, "world_size": world_size(), "episodes_held_out": ids}
+        environment = run.record.write_environment(about)
+        if recipe.logger == "wandb":
+            from recipes.wandb_run import describe
+
+            describe(run.trainer.loggers, environment)
     features = build_feature_cache(recipe, network, processor, fingerprint, run.trainer.strategy.root_device.type)
-    run.fit(build_module(recipe, network, features), datamodule=data)
+    module = build_module(recipe, network, features)
+    run.fit(module, datamodule=data)
     if run.stopped_by is not None:
         return None, 128 + run.stopped_by
     run.save_final()
     weights = whole_tensors(tuned_parameters(network), keep=is_first())
-    evaluated = {} if recipe.evaluation is None else _evaluated(recipe, network, processor)
+    with module.averaged():
+        evaluated = {} if recipe.evaluation is None else _evaluated(recipe, network, processor)
     if not is_first():
         return None, 0
     summary = {
@@ -126,6 +134,7 @@ def _train_policy(
         "weights_digest": weights_digest(weights),
         **run.figures(),
         **option_figures(recipe, network),
+        **module.option_figures(),
         "loader_stages": data.stages(),
         "loader_gauges": data.gauges(),
         **untrained,

@@ -34,16 +34,19 @@ class TrainedRun:
     step: int
 
 
-def load_run(run: Path, *, step: int | None = None, checkpoint: Path | None = None) -> TrainedRun:
+def load_run(
+    run: Path, *, step: int | None = None, checkpoint: Path | None = None, averaged: bool = False
+) -> TrainedRun:
     """Build a run's network on the CPU and put a checkpoint into it; no dataset is opened.
 
     Args:
         run: run folder.
         step: which of its checkpoints; None takes the newest.
         checkpoint: a checkpoint by its path instead: a file, or the folder of a sharded one.
+        averaged: take the averages of the weights over the steps that the checkpoint holds beside them.
 
     Raises:
-        ValueError: no run folder, no such checkpoint, or one that does not fit its recipe.
+        ValueError: no run folder, no such checkpoint, or one that does not fit its recipe or holds no averages.
     """
     from models.gr00t_n17.checkpoint.trained import load_trained
     from models.gr00t_n17.inputs.mixed import load_processor
@@ -59,7 +62,9 @@ def load_run(run: Path, *, step: int | None = None, checkpoint: Path | None = No
     recipe = with_local_weights(_with_backbone(recipe))
     network = build_network(recipe)
     stored = read_checkpoint(path)
-    load_trained(network, stored)
+    if averaged and not any(name.startswith("ema.") for name in stored["state_dict"]):
+        raise ValueError(f"{path} holds no averaged weights: the run was started without `ema`")
+    load_trained(network, stored, prefix="ema." if averaged else "network.")
     merge_lora(network)
     return TrainedRun(recipe=recipe, network=network, processor=processor, checkpoint=path, step=_step(path, stored))
 

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from callbacks.run_record import RunRecord
 from callbacks.step_clock import StepClock
 from callbacks.verdict import Verdict
-from callbacks.window import Meter, Window, gather, joined
+from callbacks.window import Meter, Window, gather, joined, of_slowest_rank
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,7 @@ class Metrics(Callback):
         self.record = record
         self.verdict = verdict
         self.latest: dict[str, float] = {}
+        self._first_batch_known = False
         self._held: list[Window] = []  # recorded, not yet measured
 
     def on_train_batch_end(
@@ -60,6 +61,9 @@ class Metrics(Callback):
         for meter in self.meters:
             metrics.update(meter.measure(window))
         if self.clock.first_batch_s is not None:
+            if not self._first_batch_known:
+                self.clock.first_batch_s = of_slowest_rank(self.clock.first_batch_s, pl_module.device)
+                self._first_batch_known = True
             metrics["time/first_batch_s"] = self.clock.first_batch_s
         self.latest = {"loss": sum(window.loss) / len(window), **metrics}
         return metrics

@@ -85,8 +85,8 @@ class RunRecord:
                 break  # the row being written when the run was killed
         return rows
 
-    def write_environment(self, extra: dict[str, Any]) -> None:
-        """Versions, hardware and code state; no environment variables, they may hold credentials."""
+    def write_environment(self, extra: dict[str, Any]) -> dict[str, Any]:
+        """Write versions, hardware and code state, and give them; no environment variables: they may hold secrets."""
         values = {
             "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
             "python": platform.python_version(),
@@ -98,6 +98,7 @@ class RunRecord:
             **extra,
         }
         write_atomically(self.folder / "environment.json", json.dumps(values, indent=2) + "\n")
+        return values
 
     def losses(self) -> dict[str, float]:
         """Mean loss of the first and of the last 5 % of the steps, at least one step each."""

@@ -68,7 +68,8 @@ class StepClock(Callback):
 
     Attributes:
         steps: finished steps since the last `drain`, oldest first.
-        first_batch_s: seconds from `started_at` until the first batch was there; None before.
+        first_batch_s: seconds from `started_at` until the first batch was there; None before. `Metrics` makes it the
+            slowest rank's.
     """
 
     def __init__(self, started_at: float) -> None:

@@ -84,6 +84,15 @@ _TIMES = ("wait_s", "step_s", "peer_wait_s", "compile_s", "pause_s")
 _COUNTS = ("samples", "flops", "recompute_flops")
 
 
+def of_slowest_rank(seconds: float, device: torch.device) -> float:
+    """The largest of all ranks' values; a collective, so every rank must call it."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return seconds
+    value = torch.tensor(seconds, dtype=torch.float32, device=device)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return float(value)
+
+
 def gather(steps: Sequence[Step], device: torch.device) -> Window:
     """Put the steps of all ranks together; every rank must call it with the same number of steps.
 

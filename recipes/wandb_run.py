@@ -3,6 +3,7 @@
 import json
 import os
 import secrets
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning.pytorch.loggers import Logger, WandbLogger
@@ -35,6 +36,10 @@ def wandb_logger(recipe: Recipe, folder: RunFolder, config: dict[str, Any]) -> L
     )
 
 
+# What W&B shows of a run in its table, where the last value is not the one to compare runs by.
+_SUMMARIES = {"val/loss": "min", "val/action_mae": "min", "val/action_mse": "min"}
+
+
 def started(logger: Logger) -> Logger:
     """The logger with its W&B run begun, so that what is missing for it is known before the trainer starts.
 
@@ -43,11 +48,20 @@ def started(logger: Logger) -> Logger:
     """
     assert isinstance(logger, WandbLogger)
     try:
-        _ = logger.experiment  # begins the run; on ranks other than 0 it is a dummy
+        run = logger.experiment  # begins the run; on ranks other than 0 it is a dummy
+        for name, summary in _SUMMARIES.items():
+            run.define_metric(name, step_metric="trainer/global_step", step_sync=True, summary=f"{summary},last")
     except Exception as error:  # W&B's own classes; its library is not imported here
         hint = "log in with `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"
         raise RecipeError([f"logger: W&B cannot begin the run: {error} To go on, {hint}"]) from error
     return logger
+
+
+def describe(loggers: Iterable[Logger], environment: Mapping[str, Any]) -> None:
+    """Put beside the recipe, in the run's configuration, what this start runs on: fingerprint, commit, versions."""
+    for logger in loggers:
+        if isinstance(logger, WandbLogger):
+            logger.experiment.config.update({"environment": dict(environment)}, allow_val_change=True)
 
 
 def _run_id(folder: RunFolder) -> str:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from recipes.check_data import parsed_size, size
 from recipes.load import RecipeError
+from recipes.options import prepare_blocks
 from recipes.parse import nearest
 from recipes.parts import checkpoint_folder, slots
 from recipes.ranks import local_rank
@@ -136,9 +137,13 @@ def schedule(recipe: Recipe) -> "ScheduleConfig":
 
 
 def build_module(recipe: Recipe, network: "GR00TN17", features: "FeatureCache | None" = None) -> "GR00TN17Module":
-    """The Lightning module around a network, and the cache of its backbone's outputs where there is one."""
+    """The Lightning module around a network, and the cache of its backbone's outputs where there is one.
+
+    Blocks of the network that recompute or are compiled do so from here on.
+    """
     from models.gr00t_n17.module import GR00TN17Module
 
+    prepare_blocks(recipe, network)
     return GR00TN17Module(
         network,
         seed=recipe.seed,
@@ -146,6 +151,9 @@ def build_module(recipe: Recipe, network: "GR00TN17", features: "FeatureCache | 
         schedule=schedule(recipe),
         flow_draws=recipe.model.flow_draws,
         feature_cache=features,
+        lookahead=recipe.lookahead,
+        graphs=recipe.graphs,
+        ema=recipe.ema,
     )
 
 

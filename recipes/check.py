@@ -12,6 +12,7 @@ from pathlib import Path
 from recipes.check_data import data_problems
 from recipes.check_dataset import dataset_problems
 from recipes.check_model import model_problems
+from recipes.check_options import option_problems
 from recipes.check_validation import validation_problems
 from recipes.load import RecipeError, examine, find
 from recipes.parse import nearest
@@ -57,6 +58,7 @@ def check(recipe: Recipe, *, world_size: int, told: list[str] | None = None) -> 
         told: problems already reported; a key named there is not reported again.
     """
     problems = [*_values(recipe), *_batch(recipe, world_size), *model_problems(recipe), *_run_folder(recipe)]
+    problems += option_problems(recipe, world_size)
     problems += data_problems(recipe)
     problems += validation_problems(recipe)
     problems += dataset_problems(recipe)

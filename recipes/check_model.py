@@ -99,7 +99,7 @@ def _slots(recipe: Recipe, config: "GR00TN17Config") -> list[str]:
 
 def _precision(recipe: Recipe, config: "GR00TN17Config") -> list[str]:
     mode = recipe.model.precision
-    if mode != "stock" and recipe.precision != "bf16-mixed":
+    if mode != "stock" and recipe.precision == "fp32":
         return [f"model.precision: {mode} computes under bfloat16 autocast; give precision=bf16-mixed, or stock"]
     return []
 

@@ -37,6 +37,8 @@ class OptimizerConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 1e-5
+    fused: bool = True
+    """One kernel for the whole update; false is upstream's loop over tensors, which rounds differently."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,8 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from recipes.build import model_config
-from recipes.parts import checkpoint_folder, parts
+from recipes.check_checkpoint import processor_settings
+from recipes.parts import DEFAULT_EMBODIMENT, checkpoint_folder, parts
 from recipes.schema import Recipe
 from recipes.schema_data import PartConfig
 from recipes.schema_model import ModalityConfig
@@ -46,16 +47,23 @@ def build_processor(recipe: Recipe, datasets: "list[Dataset]") -> Any:
 
 
 def tokenizer(recipe: Recipe, datasets: "list[Dataset]") -> Any:
-    """For `tokenizer: words` the vocabulary of the datasets' own texts; None leaves it to the processor."""
-    if recipe.model.processor.get("tokenizer") != "words":
+    """For `tokenizer: words` the vocabulary of the datasets' own texts; None leaves it to the processor.
+
+    Words that the weights were trained with keep their ids.
+    """
+    settings = processor_settings(recipe)
+    if settings.get("tokenizer") != "words":
         return None
+    from models.gr00t_n17.inputs.processor_sources import Stored
     from models.gr00t_n17.inputs.settings import ProcessorConfig
     from models.gr00t_n17.inputs.text import WordTokenizer
 
+    stored = Stored.read(checkpoint_folder(recipe), parts(recipe)[0].embodiment or DEFAULT_EMBODIMENT).tokenizer
     return WordTokenizer.from_texts(
         [text for dataset in datasets for text in dataset.tasks.values()],
         backbone=model_config(recipe).backbone,
-        formalize_language=ProcessorConfig(**recipe.model.processor).formalize_language,
+        formalize_language=ProcessorConfig(**settings).formalize_language,
+        known=(stored or {}).get("words"),
     )
 
 

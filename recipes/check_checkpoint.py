@@ -1,12 +1,14 @@
 """Settings that a checkpoint on this machine overrules: those of a recipe that could only be ignored are problems."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from recipes.load import flatten
 from recipes.parse import misfits
 from recipes.parts import DEFAULT_EMBODIMENT, checkpoint_folder, parts
 from recipes.schema import Recipe
+from recipes.schema_model import ModelConfig
 
 # Fields of config.json that change how a network is trained or sampled, and no shape of its weights.
 _FREE = (
@@ -42,11 +44,15 @@ def processor_settings(recipe: Recipe, tag: str | None = None) -> dict[str, Any]
 
 
 def architecture_problems(recipe: Recipe) -> list[str]:
-    """Sizes in `model.config` that are not those of the checkpoint's weights, and files of its that are damaged."""
+    """Sizes that are not those of the checkpoint's weights, and files of its that are absent or damaged."""
+    if problems := _weight_files(recipe):
+        return problems
     try:
         folder = checkpoint_folder(recipe)
         if folder is None:
             return []
+        if recipe.model.size != ModelConfig.size:
+            return [f"model.size: {recipe.model.size} has no effect beside the checkpoint's config.json; leave it out"]
         stored = flatten(folder.config.to_dict())
     except (ValueError, OSError) as error:
         return [f"model.weights: {error}"]
@@ -56,6 +62,24 @@ def architecture_problems(recipe: Recipe) -> list[str]:
         for name, value in flatten(dict(recipe.model.config)).items()
         if name in stored and name not in _FREE and value != stored[name]
     ]
+
+
+def _weight_files(recipe: Recipe) -> list[str]:
+    """Local files or folders without readable weights."""
+    from models.gr00t_n17.checkpoint.folder import weight_files
+
+    problems = []
+    for name in ("weights", "backbone_weights"):
+        source = getattr(recipe.model, name)
+        if source is None or not Path(source).exists():
+            continue  # reported already, or to be fetched
+        try:
+            files = weight_files(Path(source))
+        except (ValueError, OSError) as error:
+            problems.append(f"model.{name}: {error}")
+            continue
+        problems += [f"model.{name}: {file} is no safetensors file" for file in files if file.suffix != ".safetensors"]
+    return problems
 
 
 def processor_problems(recipe: Recipe) -> list[str]:

@@ -47,10 +47,10 @@ def _part(recipe: Recipe, number: int, part: PartConfig) -> tuple[list[str], int
         problems += _disk(recipe, dataset.store.is_local)
         rows, training = _episodes(recipe, number, part, dataset)
         problems += rows
-        widths: list[str] = []
+        columns: list[str] = []
         for section in ("state", "action"):
-            widths += _width(recipe, number, section, getattr(part, section), dataset.features)
-        problems += widths or group_problems(recipe, number, part, dataset)
+            columns += _columns(recipe, number, section, getattr(part, section), dataset.features)
+        problems += columns or group_problems(recipe, number, part, dataset)
         return problems, 0 if problems or training is None else _frame_bytes(recipe, part, training)
 
 
@@ -173,13 +173,12 @@ def _decoded(recipe: Recipe, needed: int) -> list[str]:
     ]
 
 
-def _width(recipe: Recipe, number: int, section: str, names: tuple[str, ...], features: Mapping[str, Any]) -> list[str]:
-    from recipes.build import model_config
-
+def _columns(
+    recipe: Recipe, number: int, section: str, names: tuple[str, ...], features: Mapping[str, Any]
+) -> list[str]:
     where = key(recipe, number, section)
     low = [name for name, feature in features.items() if feature["dtype"] not in _NO_NUMBERS]
     problems = []
-    width = 0
     for name in names:
         shape = features.get(name, {}).get("shape")
         if name not in features:
@@ -192,18 +191,4 @@ def _width(recipe: Recipe, number: int, section: str, names: tuple[str, ...], fe
                 f"{key(recipe, number, 'uri')}: meta/info.json: shape of {name} is {shape!r}; it must be a list of "
                 "whole numbers"
             )
-        else:
-            width += math.prod(shape)
-    if problems:
-        return problems
-    limit = f"max_{section}_dim"
-    try:
-        allowed = getattr(model_config(recipe), limit)
-    except (TypeError, ValueError, OSError):
-        return []  # reported with the model
-    if isinstance(allowed, int) and width > allowed:
-        return [
-            f"{where}: {width} values a step are more than the model's {limit} = {allowed}; "
-            f"name fewer, or set model.config.{limit}, which released weights do not allow"
-        ]
-    return []
+    return problems

@@ -3,6 +3,7 @@
 import math
 from typing import TYPE_CHECKING, Any
 
+from recipes.build import model_config
 from recipes.build_processor import group_settings
 from recipes.parse import nearest
 from recipes.parts import DEFAULT_EMBODIMENT, checkpoint_folder, key
@@ -12,7 +13,9 @@ from recipes.schema_model import ActionGroupConfig
 from recipes.sources import modality
 
 if TYPE_CHECKING:
-    from models.gr00t_n17.inputs.modality import Modalities
+    from collections.abc import Sequence
+
+    from models.gr00t_n17.inputs.modality import Group, Modalities
 
 
 def group_problems(recipe: Recipe, number: int, part: PartConfig, dataset: Any) -> list[str]:
@@ -27,17 +30,49 @@ def group_problems(recipe: Recipe, number: int, part: PartConfig, dataset: Any) 
         own = _resolved(part, dataset, groups=None, checkpoint=None)
     except ValueError as error:
         return [f"{where}: {error}"]
-    if problems := _groups(key(recipe, number, "groups"), part, own):
+    if problems := _groups(key(recipe, number, "groups"), part, own) or _switched_off(recipe, number, part):
         return problems
     try:
         stored = Stored.read(checkpoint_folder(recipe), part.embodiment or DEFAULT_EMBODIMENT)
     except (ValueError, OSError) as error:
         return [f"model.weights: {error}"]
     try:
-        _resolved(part, dataset, groups=group_settings(part.groups), checkpoint=stored.modality_config)
+        used = _resolved(part, dataset, groups=group_settings(part.groups), checkpoint=stored.modality_config)
     except ValueError as error:
         return [f"{key(recipe, number, 'groups')}: {error}"]
-    return []
+    return _width(recipe, number, "state", used.state) + _width(recipe, number, "action", used.action)
+
+
+def _width(recipe: Recipe, number: int, section: str, groups: "Sequence[Group]") -> list[str]:
+    """Groups that are together wider than the network; what else the columns hold is not read."""
+    limit = f"max_{section}_dim"
+    try:
+        allowed = getattr(model_config(recipe), limit)
+    except (TypeError, ValueError, OSError):
+        return []  # reported with the model
+    width = sum(group.dim for group in groups)
+    if not isinstance(allowed, int) or width <= allowed:
+        return []
+    return [
+        f"{key(recipe, number, section)}: {width} values a step are more than the model's {limit} = {allowed}; name "
+        f"fewer columns or, in model.modality, groups, or set model.config.{limit}, which released weights do not allow"
+    ]
+
+
+def _switched_off(recipe: Recipe, number: int, part: PartConfig) -> list[str]:
+    """Groups with a meaning that the recipe's own `model.processor` forbids."""
+    groups, settings = part.groups, recipe.model.processor
+    if groups is None:
+        return []
+    relative = [name for name, said in (groups.action or {}).items() if said.rep == "RELATIVE"]
+    return [
+        f"{key(recipe, number, 'groups')}.{where}: has no effect with model.processor.{name}=false; leave one out"
+        for where, name, asked in (
+            ("action", "use_relative_action", bool(relative)),
+            ("sin_cos", "apply_sincos_state_encoding", bool(groups.sin_cos)),
+        )
+        if asked and settings.get(name) is False
+    ]
 
 
 def _resolved(part: PartConfig, dataset: Any, *, groups: Any, checkpoint: Any) -> "Modalities":

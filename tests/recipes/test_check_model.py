@@ -182,3 +182,62 @@ def test_a_checkpoint_that_lies_elsewhere_is_looked_at_when_it_came(
     monkeypatch.setattr(checkpoint_source, "local_checkpoint", lambda source, cache_dir=None: checkpoint)
     with pytest.raises(RecipeError, match="max_state_dim: 8 is not the checkpoint's"):
         with_local_weights(recipe)
+
+
+def test_weights_that_are_none_are_told_before_anything_starts(
+    arm_dataset: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    empty = overrides(arm_dataset, None, tmp_path, f"model.weights={arm_dataset}")
+    assert any("has neither model.safetensors nor" in line for line in report("gr00t_n17/finetune", empty))
+    text = overrides(arm_dataset, checkpoint / "config.json", tmp_path)
+    assert any("config.json is no safetensors file" in line for line in report("gr00t_n17/finetune", text))
+    copy = shutil.copytree(checkpoint, tmp_path / "copy")
+    next(iter(sorted(copy.glob("*.safetensors")))).unlink()
+    lines = report("gr00t_n17/finetune", overrides(arm_dataset, copy, tmp_path))
+    assert any("names files that are not there: ['model-00001-of-00003.safetensors']" in line for line in lines)
+
+
+def test_settings_that_another_one_takes_the_meaning_from(arm_dataset: Path, checkpoint: Path, tmp_path: Path) -> None:
+    relative = ("model.modality={action: {single_arm: {rep: RELATIVE}}}", "model.processor.use_relative_action=false")
+    assert report("gr00t_n17/finetune", overrides(arm_dataset, checkpoint, tmp_path, *relative)) == [
+        "model.modality.action: has no effect with model.processor.use_relative_action=false; leave one out"
+    ]
+    tiny = overrides(arm_dataset, checkpoint, tmp_path, "model.size=tiny")
+    assert report("gr00t_n17/finetune", tiny) == [
+        "model.size: tiny has no effect beside the checkpoint's config.json; leave it out"
+    ]
+
+
+def test_only_the_groups_in_use_must_fit_the_network(write_dataset, checkpoint: Path, tmp_path: Path) -> None:
+    parts = {"arm": {"start": 0, "end": 5}, "legs": {"start": 5, "end": 26}}
+    data = write_dataset(tmp_path / "set", episodes=2, width=26, modality={"state": parts, "action": parts})
+    free = "model.embodiment=robocasa_panda_omron"  # a tag without a modality config in the checkpoint
+    lines = report("gr00t_n17/finetune", overrides(data, checkpoint, tmp_path, free))
+    assert [line.split(": ", 1)[1].split(";")[0] for line in lines] == [
+        "26 values a step are more than the model's max_state_dim = 24",
+        "26 values a step are more than the model's max_action_dim = 20",
+    ]
+    arm = "model.modality={state: [arm], action: {arm: {}}}"
+    assert checked("gr00t_n17/finetune", overrides(data, checkpoint, tmp_path, free, arm)).model.modality is not None
+
+
+def test_words_that_the_weights_know_keep_their_ids(write_dataset, checkpoint: Path, tmp_path: Path) -> None:
+    from recipes.build_processor import build_processor
+    from recipes.sources import open_all
+
+    copy = shutil.copytree(checkpoint, tmp_path / "copy")
+    words = {"<unk>": 7, "user": 8, "\n": 9, "slowly": 10, "push": 11}
+    file = json.loads((copy / "processor_config.json").read_text())
+    file["training"] = {"processor": {"tokenizer": "words"}, "tokenizer": {"kind": "words", "words": words}}
+    (copy / "processor_config.json").write_text(json.dumps(file))
+    data = write_dataset(tmp_path / "set", episodes=2, modality=None)
+    free = "model.embodiment=robocasa_panda_omron"
+    # said again by the recipe, or known from the checkpoint alone
+    for more in ((free,), (free, "model.processor.tokenizer=words")):
+        recipe = checked("gr00t_n17/finetune", overrides(data, copy, tmp_path, *more))
+        (dataset,) = datasets = open_all(recipe)
+        found = build_processor(recipe, datasets).tokenizer.words
+        dataset.close()
+        assert {word: found[word] for word in words} == words
+        assert {"block", "0", "1"} <= found.keys()
+        assert len(set(found.values())) == len(found)

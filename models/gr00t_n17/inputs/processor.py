@@ -154,6 +154,8 @@ class Processor:
         if embodiment is not None and embodiment_id is None:
             slot = embodiments.slot_of(embodiment, stored.ids)
         processor_config = ProcessorConfig(**{**stored.settings, **data.implied, **settings})
+        if tokenizer is None and stored.tokenizer is not None and "tokenizer" not in settings:
+            tokenizer = load_tokenizer(stored.tokenizer)
         modalities = data.modalities(horizon, stored.modality_config)
         needed = modalities.relative if processor_config.use_relative_action else ()
         return cls(

@@ -47,21 +47,31 @@ class WordTokenizer:
 
     @classmethod
     def from_texts(
-        cls, texts: Iterable[str], *, backbone: BackboneConfig, formalize_language: bool = True
+        cls,
+        texts: Iterable[str],
+        *,
+        backbone: BackboneConfig,
+        formalize_language: bool = True,
+        known: Mapping[str, int] | None = None,
     ) -> "WordTokenizer":
-        """Vocabulary of `texts` (a dataset's tasks). Raises ValueError where they have too many different words."""
+        """Vocabulary of `texts` (a dataset's tasks). Raises ValueError where they have too many different words.
+
+        known: ids of the vocabulary that the weights were trained with; these words keep theirs.
+        """
         cleaned = (formalize(text) if formalize_language else text for text in texts)
-        found = sorted({word for text in cleaned for word in _split(text)} - {"user", "\n"})
-        taken = set(special_ids(backbone).values())
+        known = dict(known or {})
+        found = sorted({word for text in cleaned for word in _split(text)} - {"user", "\n", *known})
+        taken = {*special_ids(backbone).values(), *known.values()}
         size = backbone.text.vocab_size
         free = [i for i in range(size) if i not in taken]
-        entries = [cls.UNKNOWN, "user", "\n", *found]
+        entries = [*(word for word in (cls.UNKNOWN, "user", "\n") if word not in known), *found]
         if len(entries) > len(free):
+            room = max(0, len(free) - (len(entries) - len(found)))
             raise ValueError(
-                f"the task texts have {len(found)} different words, the model has room for {max(0, len(free) - 3)}: "
+                f"the task texts have {len(found)} different words, the model has room for {room}: "
                 f"backbone.text.vocab_size={size} must be at least {len(entries) + len(taken)}"
             )
-        return cls(dict(zip(entries, free, strict=False)))
+        return cls({**known, **dict(zip(entries, free, strict=False))})
 
     def encode(self, text: str) -> list[int]:
         unknown = [word for word in _split(text) if word not in self.words and word not in self._warned]

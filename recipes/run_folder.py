@@ -46,6 +46,7 @@ FREE_KEYS = (
     "checkpointing",  # computed again instead of kept
     "lookahead",  # computed earlier
     "graphs",  # launched as one
+    "ema",  # beside the training, which does not notice; begins where there was none
     "compile.on_failure",
     "compile.cache_dir",
     "parallel",  # checkpoints are read by any number of ranks

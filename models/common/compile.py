@@ -104,7 +104,7 @@ def inductor_options(config: CompileConfig) -> dict[str, Any]:
     """
     import torch._inductor as inductor
 
-    known = inductor.config.shallow_copy_dict()
+    known = inductor.config.get_config_copy()
     problems = []
     for key in config.inductor:
         if key not in known:

@@ -33,6 +33,7 @@ from models.gr00t_n17.flops import step_flops
 from models.gr00t_n17.layers.grids import Grid
 from models.gr00t_n17.network import GR00TN17
 from models.gr00t_n17.parallelize import shard
+from models.gr00t_n17.recompute import recompute_flops
 from models.gr00t_n17.step_mean import StepMean, gradients, scale_, total_norm
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class GR00TN17Module(LightningModule):
         self._factor: Tensor | None = None
         self._last_shapes: tuple[int, int, tuple[Grid, ...], bool] | None = None
         self._flops: dict[tuple[int, int, tuple[Grid, ...], bool], tuple[int, int]] = {}
+        self._recompute_flops: dict[tuple[int, int, tuple[Grid, ...], bool], int] = {}
         self._backbone_share = 1.0
         self._settings: list[dict[str, Any]] = []
         self._frozen = FrozenWeights(network)
@@ -290,6 +292,18 @@ class GR00TN17Module(LightningModule):
             self._flops[self._last_shapes] = head, whole - head
         head, backbone = self._flops[self._last_shapes]
         return head + round(self._backbone_share * backbone)
+
+    @property
+    def step_recompute_flops(self) -> int:
+        """FLOPs that the last micro-batch ran a second time on this rank, for activation checkpointing."""
+        if self._last_shapes is None:
+            return 0
+        if self._last_shapes not in self._recompute_flops:
+            batch, length, grids, _ = self._last_shapes
+            self._recompute_flops[self._last_shapes] = recompute_flops(
+                self.network, image_grids=grids, sequence_length=length, batch_size=batch, draws=self.flow_draws
+            )
+        return self._recompute_flops[self._last_shapes]
 
     def _shapes(self, inputs: Mapping[str, Any]) -> tuple[int, int, tuple[Grid, ...], bool]:
         """What the FLOP count needs of a batch, as host integers: size, prompt length, patch grids, still frames."""

@@ -188,6 +188,11 @@ class GR00TPolicy:
         observed = read_observation(observation, processor.modalities)
         state = {name: torch.from_numpy(values) for name, values in observed.state.items()}
         noise = options.pop("noise", None)
+        if noise is not None:
+            noise = torch.as_tensor(noise)
+            shape = (len(observed.text), config.action_horizon, config.max_action_dim)
+            if tuple(noise.shape) != shape:
+                raise ValueError(f"options: noise has the shape {list(noise.shape)}; it must be {list(shape)}")
         overlap = Overlap.read(
             options,
             groups={group.name: group.dim for group in processor.modalities.action},
@@ -196,7 +201,7 @@ class GR00TPolicy:
         )
         scale = None
         if overlap is not None:
-            noise, scale = self._begin(overlap, state, noise)
+            noise, scale = self._begin(overlap, state, noise, len(observed.text))
         actions = self.policy.predict(
             {name: torch.from_numpy(frames) for name, frames in observed.video.items()},
             state,
@@ -216,11 +221,15 @@ class GR00TPolicy:
         """Nothing is kept between calls."""
         return {}
 
-    def _begin(self, overlap: Overlap, state: Mapping[str, Tensor], noise: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _begin(
+        self, overlap: Overlap, state: Mapping[str, Tensor], noise: Tensor | None, batch: int
+    ) -> tuple[Tensor, Tensor]:
         """Start of the sampler with the overlap in its first rows, relative to the state of now; and its speed."""
         processor, config = self.policy.processor, self.policy.network.config
         rows = config.action_horizon
-        batch = len(next(iter(state.values())))
+        wrong = {name: len(values) for name, values in overlap.action.items() if len(values) != batch}
+        if wrong:
+            raise ValueError(f"options: action has the batch sizes {wrong}, the observation has {batch}")
         is_pad = torch.zeros(batch, processor.horizon, dtype=torch.bool)
         chunk = processor.vectors(state, overlap.columns(processor.horizon), is_pad)["action"]
         if noise is None:

@@ -41,6 +41,8 @@ class Overlap:
         Raises:
             ValueError: an option is missing, or out of its range.
         """
+        if misspelt := sorted(key for key in options if key.startswith("rtc_") and key not in _KEYS):
+            raise ValueError(f"options: {misspelt} are unknown; allowed are {', '.join(_KEYS)}")
         if not any(key in options for key in _KEYS):
             return None
         missing = [key for key in ("action", "rtc_overlap_steps", "rtc_frozen_steps") if options.get(key) is None]

@@ -108,7 +108,7 @@ class Config:
         self.values = values
         for section in ("video", "state", "action", "language"):
             keys = values.get(section, {}).get("modality_keys")
-            if not isinstance(keys, list) or not keys:
+            if not isinstance(keys, list) or not (keys or section == "state"):  # a policy may go by its cameras alone
                 raise ValueError(f"processor_config.json: {section}.modality_keys is {keys!r}; a list was expected")
 
     def keys(self, section: str) -> list[str]:

@@ -73,11 +73,13 @@ def read_observation(observation: Mapping[str, Any], modalities: Modalities) -> 
         if values is not None and (values.dtype.kind not in "fiu" or values.shape[1:] != (steps, group.dim)):
             form = f"float32 [B, {steps}, {group.dim}]"
             problems.append(f"state.{group.name} is {values.dtype} {list(values.shape)}; it must be {form}")
+        elif values is not None and not np.isfinite(values).all():
+            problems.append(f"state.{group.name} holds values that are not finite; so would be the actions")
     sizes = {f"video.{n}": len(v) for n, v in video.items() if v is not None}
     sizes |= {f"state.{n}": len(v) for n, v in state.items() if v is not None}
     sizes |= {modalities.language: len(text)} if text is not None else {}
-    if len(set(sizes.values())) > 1:
-        problems.append(f"batch sizes differ: {sizes}")
+    if len(set(sizes.values())) > 1 or 0 in sizes.values():
+        problems.append(f"batch sizes differ, or there is nothing to act on: {sizes}")
     if problems or text is None:
         raise ValueError("observation does not fit the policy:\n  " + "\n  ".join(problems))
     return Observed(

@@ -1,5 +1,7 @@
 """A deployed policy: loaded from a folder alone, upstream's observations and actions, chunks that join."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,6 +117,41 @@ def test_all_that_is_wrong_with_an_observation_is_told_at_once(policy: GR00TPoli
     short["language"] = {LANGUAGE: [["Pick"]]}
     with pytest.raises(ValueError, match="batch sizes differ"):
         policy.get_action(short)
+    with pytest.raises(ValueError, match="nothing to act on"):
+        policy.get_action(observation(0))
+    broken = observation()
+    broken["state"]["gripper"][1] = np.nan  # a sensor that is gone must not become a motion
+    with pytest.raises(ValueError, match=r"state\.gripper holds values that are not finite"):
+        policy.get_action(broken)
+
+
+def test_options_that_do_not_fit_are_told(policy: GR00TPolicy) -> None:
+    before = policy.get_action(observation(), {"noise": noise().numpy()})[0]  # an array is as good as a tensor
+    np.testing.assert_array_equal(before["gripper"], policy.get_action(observation(), {"noise": noise()})[0]["gripper"])
+    counts = {"rtc_overlap_steps": 4, "rtc_frozen_steps": 2}
+    for options, message in (
+        ({"noise": noise(1)}, r"noise has the shape \[1, 10, 20\]; it must be \[2, 10, 20\]"),
+        ({"rtc_overlap": 4}, r"\['rtc_overlap'\] are unknown; allowed are action"),
+        ({"action": {name: value[:1] for name, value in before.items()}, **counts}, "the observation has 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            policy.get_action(observation(), options)
+
+
+def test_a_policy_that_goes_by_its_cameras_alone(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    blind = tmp_path / "blind"
+    shutil.copytree(tiny_checkpoint, blind)
+    file = json.loads((blind / "processor_config.json").read_text())
+    config = file["processor_kwargs"]["modality_configs"][TAG]
+    config["state"]["modality_keys"] = []
+    config["action"]["action_configs"][0] = {"rep": "ABSOLUTE", "type": "NON_EEF", "format": "DEFAULT"}
+    (blind / "processor_config.json").write_text(json.dumps(file))
+    policy = GR00TPolicy.from_pretrained(blind, embodiment=TAG, tokenizer=words(blind))
+    seen = {**observation(), "state": {}}
+    before = policy.get_action(seen, {"noise": noise()})[0]
+    options = {"action": before, "rtc_overlap_steps": 4, "rtc_frozen_steps": 4, "noise": noise()}
+    after = policy.get_action(seen, options)[0]
+    np.testing.assert_allclose(after["gripper"][:, :4], before["gripper"][:, 4:], atol=1e-6)
 
 
 def test_a_chunk_goes_on_from_the_one_under_way(policy: GR00TPolicy) -> None:

@@ -81,11 +81,16 @@ def test_weights_come_back_bit_for_bit_also_after_an_error(dtype: torch.dtype) -
     walk(model, ema, 3)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     averages = {name: value.clone() for name, value in ema.state_dict().items()}
-    with pytest.raises(RuntimeError, match="inside"), ema.applied():
-        for name, value in averages.items():
-            assert torch.equal(model.state_dict()[name], value.to(dtype))
-        assert torch.equal(model[0].weight, weights["0.weight"])  # frozen
-        raise RuntimeError("inside")
+
+    def look_and_fail() -> None:
+        with ema.applied():
+            for name, value in averages.items():
+                assert torch.equal(model.state_dict()[name], value.to(dtype))
+            assert torch.equal(model[0].weight, weights["0.weight"])  # frozen
+            raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"):
+        look_and_fail()
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     assert all(torch.equal(value, averages[name]) for name, value in ema.state_dict().items())
 

@@ -96,8 +96,8 @@ def proportional_bytes(process: int, proc: Path = _PROC) -> int:
 class Host:
     """Meter of the cores and the memory of rank 0's host: its own process with the processes it started.
 
-    The proportional set walks through the page tables, which takes long where much is mapped. It is read no more often
-    than its own time allows: one part in `EASE` of the run.
+    Looking for those and for the proportional set takes long where there are many threads or much is mapped. It is done
+    at the start, at the end, and between no more often than its own time allows: one part in `EASE` of the run.
     """
 
     EASE = 2000
@@ -106,29 +106,29 @@ class Host:
         self._cores = cores or Cores()
         self._share_s = 0.0
         self._seconds = 0.0
+        self._tree: list[int] = []
+        self._pss = 0
         self._most_pss = 0
         self._read_again_at = 0.0
+        self._look_closely()
         self._began = time.perf_counter()
-        self.latest_frac: float | None = None
 
     def measure(self, window: Window) -> dict[str, float]:
         metrics = {}
         now = time.perf_counter()
-        self.latest_frac = self._cores.busy_frac()
-        if self.latest_frac is not None:
-            metrics["host/cpu_frac"] = self.latest_frac
-            self._share_s += self.latest_frac * (now - self._began)
+        frac = self._cores.busy_frac()
+        if frac is not None:
+            metrics["host/cpu_frac"] = frac
+            self._share_s += frac * (now - self._began)
             self._seconds += now - self._began
         self._began = now
-        tree = process_tree(os.getpid())
-        if rss := sum(map(resident_bytes, tree)):
-            metrics["mem/rss_gib"] = rss / GIB
         if now >= self._read_again_at:
-            pss = sum(map(proportional_bytes, tree))
-            self._read_again_at = now + self.EASE * (time.perf_counter() - now)
-            self._most_pss = max(self._most_pss, pss)
-            if pss:
-                metrics["mem/pss_gib"] = pss / GIB
+            self._look_closely()
+        if rss := sum(map(resident_bytes, self._tree)):
+            metrics["mem/rss_gib"] = rss / GIB
+        if self._pss:
+            metrics["mem/pss_gib"] = self._pss / GIB
+            self._pss = 0
         return metrics
 
     @property
@@ -138,7 +138,16 @@ class Host:
 
     def summary(self) -> dict[str, float]:
         """Figures of this start for `summary.json`; GB are 1e9 bytes, and what is unknown is left out."""
+        self._look_closely()
         figures = {} if self.cpu_frac is None else {"host_cpu_frac": self.cpu_frac}
         if self._most_pss:
             figures["peak_pss_gb"] = self._most_pss / 1e9
         return figures
+
+    def _look_closely(self) -> None:
+        began = time.perf_counter()
+        self._tree = process_tree(os.getpid())
+        self._pss = sum(map(proportional_bytes, self._tree))
+        self._most_pss = max(self._most_pss, self._pss)
+        now = time.perf_counter()
+        self._read_again_at = now + self.EASE * (now - began)

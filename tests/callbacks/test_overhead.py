@@ -111,8 +111,9 @@ def test_nothing_is_read_from_the_device_between_two_rows(tmp_path: Path, monkey
     metrics = Metrics(clock, meters, record, verdict)
     Mark.trainer = trainer = Trainer(
         accelerator="cpu", max_steps=STEPS, accumulate_grad_batches=MICRO_BATCHES, log_every_n_steps=EVERY,
-        callbacks=[clock, Peers(clock), metrics, Progress(metrics, every_s=0.0), Preemption(lambda trainer: None)], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+        callbacks=[clock, Peers(clock), metrics, Progress(metrics, every_s=0.0), Preemption(lambda trainer: None)],
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=tmp_path,
     )  # fmt: skip
     with Reads() as reads:
         trainer.fit(Line(), train_dataloaders=Ones())

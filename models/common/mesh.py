@@ -60,6 +60,12 @@ def shard_modules(
     if not any(parameter.requires_grad for parameter in root.parameters()):
         return
     options: dict[str, Any] = {"mesh": mesh, "ignored_params": frozen, "mp_policy": policy or MixedPrecisionPolicy()}
+    if policy is not None:  # norms read the float32 stream: their weights are gathered as they are, each by itself
+        norms = [m for m in root.modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm)]
+        for norm in norms:
+            if any(parameter.requires_grad for parameter in norm.parameters()):
+                fully_shard(norm, mesh=mesh, ignored_params=frozen, reshard_after_forward=True)
+                norm.freed_after_forward = True  # type: ignore[assignment]
     for unit in trained:
         freed: Any = unit is not trained[-1]
         fully_shard(unit, reshard_after_forward=freed, **options)

@@ -111,7 +111,8 @@ def evaluate_run(
             with open_part(recipe, part) as dataset:
                 held_out = held_out_part(recipe, dataset)
                 assert held_out is not None
-                found = _compare(GR00TPolicy(network, own), held_out, _own_names(part, own), stride, limit, recipe.seed)
+                policy, names, fps = GR00TPolicy(network, own), _own_names(part, own), recipe.data.fps
+                found = _compare(policy, held_out, names, stride, limit, recipe.seed, fps)
                 compared.append({"uri": part.uri, "embodiment": own.embodiment, **found})
     if len(compared) == 1:
         result |= compared[0]
@@ -173,13 +174,19 @@ def _own_names(part: PartConfig, processor: "Processor") -> "Modalities":
 
 
 def _compare(
-    policy: Any, dataset: "Dataset", modalities: "Modalities", stride: int | None, limit: int | None, seed: int
+    policy: Any,
+    dataset: "Dataset",
+    modalities: "Modalities",
+    stride: int | None,
+    limit: int | None,
+    seed: int,
+    fps: float | None = None,
 ) -> dict[str, Any]:
     steps = stride or modalities.horizon
     if not 1 <= steps <= modalities.horizon:
         raise ValueError(f"--stride {steps} is not in 1 to {modalities.horizon}, the steps of a predicted chunk")
     view = dataset if limit is None else first_episodes(dataset, limit)
-    batches = every_step(view, modalities, steps, batch_size=16)
+    batches = every_step(view, modalities, steps, batch_size=16, fps=fps)
     return {
         "episodes_compared": len(view.episodes),
         **action_errors(policy, batches, modalities, steps=steps, seed=seed),

@@ -17,6 +17,7 @@ from recipes.sources import (
     horizon_of,
     own_cameras,
     part_source,
+    rows_of,
     source,
     span,
 )
@@ -163,7 +164,7 @@ def open_loop_samples(
     readings, cameras, whole = [], batch_cameras(recipe, datasets), source(recipe, datasets)
     steps_read = windows(recipe, datasets, processor)
     for number, dataset in enumerate(datasets):
-        view = _anchored(dataset, stride)
+        view = _anchored(dataset, stride, recipe.data.fps)
         # one part at a time: a mixture deals its parts in shares, which would not end with all of them
         own, alone = own_cameras(parts(recipe)[number], dataset, cameras), part_source(recipe, number, view)
         readings.append(
@@ -183,16 +184,21 @@ def open_loop_samples(
     )
 
 
-def every_step(dataset: "Dataset", modalities: "Modalities", stride: int, *, batch_size: int) -> "Iterator[Batch]":
-    """Every `stride`-th step of every episode with what a policy's modalities read, raw, in the dataset's own names."""
-    view = _anchored(dataset, stride)
+def every_step(
+    dataset: "Dataset", modalities: "Modalities", stride: int, *, batch_size: int, fps: float | None = None
+) -> "Iterator[Batch]":
+    """Every `stride`-th step of every episode with what a policy's modalities read, raw, in the dataset's own names.
+
+    fps: steps are 1 / fps seconds, as a mixture's may be; None counts the dataset's own rows.
+    """
+    view = _anchored(dataset, stride, fps)
     state = tuple(dict.fromkeys(group.column for group in modalities.state))
     action = tuple(dict.fromkeys(group.column for group in modalities.action))
     loader = {
         "source": view,
         "windows": {
-            **dict.fromkeys(modalities.cameras, modalities.video_deltas),
-            **dict.fromkeys(action, range(modalities.horizon)),
+            **dict.fromkeys(modalities.cameras, rows_of(modalities.video_deltas, dataset, fps)),
+            **dict.fromkeys(action, rows_of(range(modalities.horizon), dataset, fps)),
         },
         "cameras": modalities.cameras,
         "state": state,
@@ -204,11 +210,12 @@ def every_step(dataset: "Dataset", modalities: "Modalities", stride: int, *, bat
     return iter(Samples(readings=readings, prepare=lambda batch: {}, batch_size=batch_size, rank=0, world_size=1))
 
 
-def _anchored(dataset: "Dataset", stride: int) -> "Dataset":
+def _anchored(dataset: "Dataset", stride: int, fps: float | None) -> "Dataset":
     """A view whose anchors are every `stride`-th step of its episodes."""
+    every = max(1, rows_of([stride], dataset, fps)[0])
     length = dict(zip(dataset.episodes.ids.tolist(), dataset.episodes.length.tolist(), strict=True))
     return dataset.subset(
-        ranges={episode: [(frame, frame + 1) for frame in range(0, rows, stride)] for episode, rows in length.items()}
+        ranges={episode: [(frame, frame + 1) for frame in range(0, rows, every)] for episode, rows in length.items()}
     )
 
 

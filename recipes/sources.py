@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,9 +120,15 @@ def span(recipe: Recipe, dataset: "Dataset") -> int:
     """Rows of a dataset that a chunk must find before the episode's end."""
     if recipe.data.edge != "inside":
         return 1
-    rows = horizon_of(recipe) - 1
+    return 1 + rows_of([horizon_of(recipe) - 1], dataset, recipe.data.fps)[0]
+
+
+def rows_of(steps: Sequence[int], dataset: "Dataset", fps: float | None) -> list[int]:
+    """Steps of 1 / fps seconds as rows of a dataset; None counts its own rows."""
+    if fps is None:
+        return list(steps)
     # the rule of knonik's mixture: the nearest row, the later one of two
-    return 1 + (rows if recipe.data.fps is None else math.floor(rows * dataset.fps / recipe.data.fps + 0.5 + 1e-6))
+    return [math.floor(step * dataset.fps / fps + 0.5 + 1e-6) for step in steps]
 
 
 def horizon_of(recipe: Recipe) -> int:

@@ -3,9 +3,10 @@
 import hashlib
 import json
 import logging
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from recipes.sources import rows_of
 
 if TYPE_CHECKING:  # importing these takes seconds; `show` and configuration errors must not wait for them
     from knonik import Dataset
@@ -29,9 +30,7 @@ def relative_statistics(
     Raises:
         ValueError: no episode is as long as a chunk, or values are not finite; names the group and its columns.
     """
-    ratio = 1.0 if fps is None else dataset.fps / fps
-    # the rule of knonik's mixture: the nearest row, the later one of two
-    deltas = [math.floor(delta * ratio + 0.5 + 1e-6) for delta in modalities.action_deltas]
+    deltas = rows_of(modalities.action_deltas, dataset, fps)
     return {group.name: _kept(dataset, modalities, group, deltas) for group in modalities.relative}
 
 

@@ -162,6 +162,17 @@ def test_a_mixture_continues_at_the_next_sample_and_exports_both_robots(
     assert torch.tensor(statistics["new_embodiment"]["relative_action"]["single_arm"]["min"]).shape == (8, 5)
 
 
+def test_steps_in_seconds_are_the_same_during_training_and_after_it(
+    run: Any, arm_dataset: Path, other_dataset: Path
+) -> None:
+    data = mixture(arm_dataset, other_dataset)
+    measured = ("data.validation=0.34", "validation={every_n_steps: 2, batches: 0, open_loop_episodes: 9}")
+    # datasets of 10 rows a second: a chunk of 8 steps is 16 rows
+    summary = run("gr00t_n17/mixture", "run", data, "trainer.max_steps=2", "precision=32-true", "data.fps=5", *measured)
+    found = evaluate_run(summary["folder"])["parts"][0]
+    assert found["action_mse_single_arm"] == pytest.approx(summary["val_action_mse_single_arm"], rel=1e-3)
+
+
 def test_adapters_alone_are_kept_and_merged_for_export(run: Any, arm_dataset: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     from models.gr00t_n17.checkpoint.stored import StoredTensors

@@ -7,7 +7,7 @@ exactly around the call it times. Saving a checkpoint is bracketed too, and PyTo
 import time
 from typing import Any, Literal
 
-from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 
 from callbacks.device_time import DeviceTime, Span
 
@@ -29,6 +29,7 @@ class Listener(Profiler):
     def __init__(self, inner: Profiler, device_time: DeviceTime) -> None:
         super().__init__()
         self.inner = inner
+        self._passes_on = not isinstance(inner, PassThroughProfiler)
         self.device_time = device_time
         self.fetch_s: list[float] = []
         self.fetch_spans: list[Span] = []
@@ -62,15 +63,18 @@ class Listener(Profiler):
             self.excluded[self._reason] += time.perf_counter() - self._excluded_started
 
     def start(self, action_name: str) -> None:
+        # some 80 calls a step: most are none of these
         if action_name == FETCH:
             self._fetch_mark = self.device_time.mark()
             self._fetch_started = time.perf_counter()
         elif action_name.startswith(EXCLUDED):
             self.exclude()
-        self.inner.start(action_name)
+        if self._passes_on:
+            self.inner.start(action_name)
 
     def stop(self, action_name: str) -> None:
-        self.inner.stop(action_name)
+        if self._passes_on:
+            self.inner.stop(action_name)
         if action_name == FETCH:
             self.fetch_s.append(time.perf_counter() - self._fetch_started)
             self.fetch_spans += self.device_time.span(self._fetch_mark)

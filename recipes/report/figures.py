@@ -231,6 +231,10 @@ def _notes(runs: Sequence[RunFiles]) -> list[str]:
             notes.append(f"{run.name}: {run.summary['verdict']}")
         if len(run.starts) > 1:
             notes.append(f"{run.name} was started {len(run.starts)} times; each start-up is counted in its times.")
+    if len({run.steps["step"][-1] for run in runs}) > 1:
+        notes.append(
+            "The runs are of different lengths: total waits, device hours and cost are those of all their steps."
+        )
     prints = {run.environment.get("fingerprint") for run in runs} - {None}
     if len(prints) > 1:
         notes.append("The runs read different data: the fingerprints of their datasets differ.")

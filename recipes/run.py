@@ -179,7 +179,7 @@ class Run:
 
     def _checkpoints(self) -> ModelCheckpoint:
         keep = self.recipe.checkpoint.keep
-        return ModelCheckpoint(
+        checkpoints = ModelCheckpoint(
             dirpath=self.folder.checkpoints,
             filename="step-{step:08d}",
             auto_insert_metric_name=False,
@@ -188,6 +188,10 @@ class Run:
             mode="max",
             save_top_k=keep,
         )
+        # A run that continues would save its first step again after one micro-batch of the next: half of a step, with
+        # the data position behind it.
+        checkpoints._last_global_step_saved = self.start_step
+        return checkpoints
 
     def _trainer(self, callbacks: list[Callback]) -> Trainer:
         recipe = self.recipe

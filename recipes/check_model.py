@@ -81,8 +81,15 @@ def _horizon(recipe: Recipe, config: "GR00TN17Config") -> list[str]:
 
 
 def _slots(recipe: Recipe, config: "GR00TN17Config") -> list[str]:
-    """Embodiments that are unknown, or whose slot the model does not have."""
+    """Embodiments that are unknown, whose slot the model does not have, or that one slot for all would overrule."""
     problems = []
+    if recipe.model.embodiment_id is not None and recipe.model.size != "tiny":
+        problems += [
+            f"data.mixture[{number}].embodiment: {part.embodiment} would be overruled by model.embodiment_id = "
+            f"{recipe.model.embodiment_id}, one slot for every part; give embodiment_id in the part, or none at all"
+            for number, part in enumerate(recipe.data.mixture or ())
+            if part.embodiment is not None and part.embodiment_id is None
+        ]
     for number, part in enumerate(parts(recipe)):
         try:
             row = slot(recipe, part)

@@ -125,6 +125,14 @@ def test_whole_columns_are_groups_where_no_file_names_any(write_dataset, tmp_pat
     assert wrong == ["model.modality.action: 'gripper' is no group of the dataset's (allowed: action)"]
 
 
+def test_one_slot_for_all_does_not_overrule_the_robots_of_a_mixture(arm_dataset: Path, checkpoint: Path) -> None:
+    parts = [{"uri": str(arm_dataset), "embodiment": "new_embodiment"}, {"uri": str(arm_dataset), "embodiment_id": 1}]
+    given = ["model.embodiment_id=0", f"data.mixture={json.dumps(parts)}", f"model.weights={checkpoint}"]
+    lines = report("gr00t_n17/mixture", given)
+    overruled = [line for line in lines if "would be overruled by model.embodiment_id = 0" in line]
+    assert [line.split(":")[0] for line in overruled] == ["data.mixture[0].embodiment"]
+
+
 def test_the_parts_of_a_mixture_are_looked_at_one_by_one(arm_dataset: Path, checkpoint: Path, tmp_path: Path) -> None:
     shared = [
         f"model.weights={checkpoint}",

@@ -46,7 +46,7 @@ _SILENCED = (
     "Experiment logs directory .* exists",  # a start from the same step replaces the rows of the one before
     "in eval mode at the start of training",  # the frozen parts, on purpose
     "isinstance\\(treespec, LeafSpec\\)",  # Lightning 2.6 on PyTorch 2.13
-    "on_before_batch_transfer",  # the module's hook runs the data module's itself
+    "overridden `on_before_batch_transfer` in `LightningModule`",  # the data module has none of its own
 )
 
 

@@ -92,7 +92,7 @@ class Run:
         self.preemption = Preemption(self._save) if resumable else None
         self.trainer = self._trainer([self._checkpoints()] if resumable else [])
         device = self.trainer.strategy.root_device
-        self.mfu = Mfu(device, PRECISION[recipe.precision], recipe.metrics.peak_tflops)
+        self.mfu = Mfu(device, recipe.precision, recipe.metrics.peak_tflops)
         self.memory = Memory(device)
         self.ranks, self.host = RankTimes(), Host()
         self.verdict = Verdict(self.ranks, self.mfu, self.host, self.memory, stages)

@@ -27,14 +27,14 @@ def test_every_step_of_a_run_has_the_loss_of_the_public_port(tmp_path: Path, mon
     expected, digests = golden["loss"], []
     forward = GR00TN17.forward
 
-    def watched(network: GR00TN17, inputs: Any, *flow: Any) -> Any:
+    def watched(network: GR00TN17, inputs: Any, **given: Any) -> Any:
         if not digests:
             digests.append(parity.frames_digest(inputs["pixel_values"]))
             if digests[0] != golden["first_frames_sha256"]:
                 pytest.skip("the video codec of this machine makes other frames than the one of the golden curve")
-        return forward(network, inputs, *flow)
+        return forward(network, inputs, **given)
 
-    monkeypatch.setattr(GR00TN17, "forward", lambda network, inputs, noise, time: watched(network, inputs, noise, time))
+    monkeypatch.setattr(GR00TN17, "forward", watched)
     recipe = parity.checked("quickstart", parity.overrides(tmp_path, len(expected)))
     parity.train(recipe, time.perf_counter())
     actual = parity.losses(tmp_path / "run")

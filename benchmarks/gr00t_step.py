@@ -1,6 +1,6 @@
 """CPU time of a training step: this repository's network beside the public port of the model, driven the stock way.
 
-    python benchmarks/gr00t_step.py --upstream-python PYTHON [--batch 4] [--turns 7] [--autocast] [--json FILE]
+    python benchmarks/gr00t_step.py --upstream-python PYTHON [--ours-python PYTHON] [--batch 4] [--turns 7]
 
 Sizes: every depth of the released model (24 vision blocks, 16 decoder layers of 28, 4 + 32 layers in the head) at a
 quarter of its widths (vision 256, decoder 512, DiT 384, vocabulary 37,984), all 32 embodiment slots, horizon 40 and 132
@@ -159,6 +159,9 @@ def report(sides: dict[str, Side]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--upstream-python", required=True, help="Python of an environment with LeRobot's groot extra")
+    parser.add_argument(
+        "--ours-python", default=sys.executable, help="give the same one: builds of PyTorch differ in speed"
+    )
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--turns", type=int, default=7, help="steps of every side, the first one left out")
     parser.add_argument("--autocast", action="store_true", help="bfloat16 products; slow on CPUs without them")
@@ -176,7 +179,7 @@ def main() -> None:
         save_file(make_batch(config, arguments.batch), str(folder / "batch.safetensors"))
         (folder / "sizes.json").write_text(json.dumps(config.to_dict()))
         (folder / "settings.json").write_text(json.dumps({"autocast": arguments.autocast}))
-        pythons = dict.fromkeys(SIDES, sys.executable) | {"upstream": arguments.upstream_python}
+        pythons = dict.fromkeys(SIDES, arguments.ours_python) | {"upstream": arguments.upstream_python}
         sides = {name: Side(name, pythons[name], folder) for name in SIDES}
         for _ in range(arguments.turns):
             for side in sides.values():

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from models.common.stored import StoredTensors
 from models.gr00t_n17 import precision
 from models.gr00t_n17.checkpoint.folder import CheckpointFolder
-from models.gr00t_n17.checkpoint.stored import StoredTensors
 from models.gr00t_n17.checkpoint.weights import load_weights
 from models.gr00t_n17.inputs.chunks import Overlap
 from models.gr00t_n17.inputs.observation import ModalityConfig, modality_config, read_observation

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.common.shards import SHARD_BYTES, new_folder, save_checkpoint_weights
+from models.common.stored import StoredTensors
 from models.gr00t_n17.checkpoint.folder import (
     CONFIG_FILE,
     EMBODIMENTS_FILE,
@@ -16,8 +18,6 @@ from models.gr00t_n17.checkpoint.folder import (
     STATISTICS_FILE,
     CheckpointFolder,
 )
-from models.gr00t_n17.checkpoint.shards import SHARD_BYTES, new_folder, save_checkpoint_weights
-from models.gr00t_n17.checkpoint.stored import StoredTensors
 from models.gr00t_n17.checkpoint.weights import EMBEDDING_SUFFIX, HEAD_SUFFIX
 from models.gr00t_n17.config import BackboneConfig, GR00TN17Config
 from models.gr00t_n17.inputs.mixed import MixedProcessor

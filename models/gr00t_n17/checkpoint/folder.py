@@ -1,18 +1,16 @@
 """The JSON side of a released checkpoint folder: architecture, processor settings, statistics and embodiment slots."""
 
-import json
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from models.common.weight_files import read_object, weight_files
 from models.gr00t_n17.config import GR00TN17Config
 
 CONFIG_FILE = "config.json"
 PROCESSOR_FILE = "processor_config.json"
 STATISTICS_FILE = "statistics.json"
 EMBODIMENTS_FILE = "embodiment_id.json"
-INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 
 
 class CheckpointFolder:
@@ -94,46 +92,3 @@ class CheckpointFolder:
 
     def _read(self, name: str) -> dict[str, Any]:
         return read_object(self.path / name)
-
-
-def read_object(file: Path) -> dict[str, Any]:
-    """A JSON file whose top is an object."""
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not readable JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{file} holds {type(values).__name__}, it must be an object")
-    return values
-
-
-def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a file or folder, in the order they are read.
-
-    Raises:
-        FileNotFoundError: none there, one that the index names is absent, or only pickled files, which are not read.
-    """
-    if path.is_file():
-        return [path]
-    index = path / INDEX_FILE
-    if index.is_file():
-        weight_map = read_object(index).get("weight_map")
-        if not isinstance(weight_map, Mapping):
-            raise ValueError(f"{index}: key weight_map is {weight_map!r}, it must be an object")
-        names = sorted(set(weight_map.values()))
-        outside = [name for name in names if Path(name).name != name]
-        if outside:
-            raise ValueError(f"{index} names files outside its folder: {outside}")
-        absent = [name for name in names if not (path / name).is_file()]
-        if absent:
-            raise FileNotFoundError(f"{index} names files that are not there: {absent}")
-        return [path / name for name in names]
-    if (path / SINGLE_FILE).is_file():
-        return [path / SINGLE_FILE]
-    pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in path.glob(pattern))
-    if pickled:
-        raise FileNotFoundError(
-            f"{path} has no safetensors files, only {', '.join(pickled)}: pickled files may run code when they are "
-            "opened and are not read; convert them to safetensors where you trust them"
-        )
-    raise FileNotFoundError(f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}")

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from models.common.shards import save_checkpoint_weights
+from models.common.stored import StoredTensors
 from models.gr00t_n17.checkpoint.export import export
 from models.gr00t_n17.checkpoint.folder import CheckpointFolder, weight_files
 from models.gr00t_n17.checkpoint.model_card import CardFacts, model_card
-from models.gr00t_n17.checkpoint.shards import save_checkpoint_weights
-from models.gr00t_n17.checkpoint.stored import StoredTensors
 from models.gr00t_n17.checkpoint.weights import load_weights
 from models.gr00t_n17.config import GR00TN17Config
 from models.gr00t_n17.inputs.processor import Processor

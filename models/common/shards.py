@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models.gr00t_n17.checkpoint.folder import INDEX_FILE
+from models.common.weight_files import STEM
 
 SHARD_BYTES = 5e9
 """Size of one file; the usual one on the hub."""
@@ -50,8 +50,9 @@ def save_checkpoint_weights(
     *,
     dtype: torch.dtype | None = None,
     shard_bytes: float = SHARD_BYTES,
+    stem: str = STEM,
 ) -> None:
-    """Write tensors as they come into `model-XXXXX-of-YYYYY.safetensors` with an index; none is visible before all are.
+    """Write tensors as they come into `STEM-XXXXX-of-YYYYY.safetensors` with an index; none is visible before all are.
 
     No more than one shard is held in memory, and of that only what is not already mapped in the asked dtype.
 
@@ -60,6 +61,7 @@ def save_checkpoint_weights(
         folder: made when it does not exist; older files of these names are replaced, and removed if no longer named.
         dtype: of the stored tensors; None keeps each tensor's own.
         shard_bytes: size of a file, exceeded only by a tensor that is larger by itself.
+        stem: how the files' names begin.
 
     Raises:
         ValueError: a name comes twice, or none comes.
@@ -95,13 +97,14 @@ def save_checkpoint_weights(
         if not seen:
             raise ValueError("there is no tensor to write")
         write()
-        names = [f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts))]
+        names = [f"{stem}-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts))]
         weight_map = {name: file for file, members in zip(names, parts, strict=True) for name in members}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        Path(scratch, INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-        stale = {file.name for file in folder.glob("model*.safetensors")} - set(names)
+        index_file = f"{stem}.safetensors.index.json"
+        Path(scratch, index_file).write_text(json.dumps(index, indent=2) + "\n")
+        stale = {file.name for file in folder.glob(f"{stem}*.safetensors")} - set(names)
         for i, name in enumerate(names):
             Path(scratch, f"{i}").replace(folder / name)
-        Path(scratch, INDEX_FILE).replace(folder / INDEX_FILE)
+        Path(scratch, index_file).replace(folder / index_file)
         for name in stale:
             (folder / name).unlink()

@@ -1,9 +1,10 @@
 """From noise to data along the velocity field: noise levels of a few steps, Euler's method and UniPC.
 
-The path is x = (1 - sigma) * data + sigma * noise with velocity noise - data, so that x - sigma * velocity is the data a
-network predicts. Solvers work on several tensors at once that share their noise level; whatever has velocity zero stays.
+The path is x = (1 - sigma) * data + sigma * noise with velocity noise - data, so x - sigma * velocity is the data that a
+network predicts. Solvers work on several tensors at once that share their noise level; what has velocity zero stays.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ def told(sigma: float) -> float:
 def euler(velocity: Velocity, start: Sequence[Tensor], sigmas: Sequence[float]) -> list[Tensor]:
     """One evaluation for each step, straight on: x + (sigma' - sigma) * velocity."""
     x = list(start)
-    for sigma, following in zip(sigmas, sigmas[1:], strict=False):
+    for sigma, following in itertools.pairwise(sigmas):
         x = [value + (following - sigma) * speed for value, speed in zip(x, velocity(x, told(sigma)), strict=True)]
     return x
 

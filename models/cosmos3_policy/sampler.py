@@ -1,7 +1,7 @@
 """From noise to data along the velocity field: noise levels of a few steps, Euler's method and UniPC.
 
-The path is x = (1 - sigma) * data + sigma * noise with velocity noise - data, so x - sigma * velocity is the data that a
-network predicts. Solvers work on several tensors at once that share their noise level; what has velocity zero stays.
+The path is x = (1 - sigma) * data + sigma * noise with velocity noise - data, so x - sigma * velocity is the predicted
+data. Solvers work on several tensors at once that share their noise level; what has velocity zero stays.
 """
 
 import itertools

@@ -48,7 +48,7 @@ def load_run(
     Raises:
         ValueError: no run folder, no such checkpoint, or one that does not fit its recipe or holds no averages.
     """
-    from models.gr00t_n17.checkpoint.trained import load_trained
+    from models.common.trained import load_trained
     from models.gr00t_n17.inputs.mixed import load_processor
     from models.gr00t_n17.lora import merge_lora
     from recipes.build import build_network, with_local_weights

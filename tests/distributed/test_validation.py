@@ -19,7 +19,7 @@ from torch import Tensor
 from callbacks.step_clock import StepClock
 from callbacks.validation import Validation as ValidationCallback
 from knonik import Batch
-from models.gr00t_n17.checkpoint.weights import weights_digest
+from models.common.digest import weights_digest
 from models.gr00t_n17.config import GR00TN17Config
 from models.gr00t_n17.inputs.processor import Processor, ProcessorConfig
 from models.gr00t_n17.inputs.text import WordTokenizer

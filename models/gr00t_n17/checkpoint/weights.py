@@ -1,17 +1,16 @@
 """Weights by name out of safetensors files, one tensor at a time, onto the device and dtype they shall have."""
 
-import hashlib
 import logging
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from models.gr00t_n17.checkpoint.stored import StoredTensors
+from models.common.stored import StoredTensors
 from models.gr00t_n17.slots import is_slot_tensor
 
 logger = logging.getLogger(__name__)
@@ -165,26 +164,6 @@ def save_weights(network: nn.Module, path: str | Path, prefix: str = "") -> None
         temporary = Path(folder) / path.name
         save_file(_unshared(tensors), str(temporary), metadata={"format": "pt"})
         temporary.replace(path)
-
-
-def weights_digest(parameters: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> str:
-    """SHA-256 over (name, dtype, shape, bytes) of the tensors in the order of their names.
-
-    Pass the trained ones, e.g. `{n: p for n, p in network.named_parameters() if p.requires_grad}`.
-    """
-    digest = hashlib.sha256()
-    for name, tensor in sorted(dict(parameters).items()):
-        value = tensor.detach().to("cpu").contiguous()
-        digest.update(f"{name}\0{str(value.dtype).removeprefix('torch.')}\0{list(value.shape)}\0".encode())
-        for chunk in _bytes(value):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _bytes(tensor: Tensor) -> Iterator[memoryview]:
-    flat = tensor.reshape(-1).view(torch.uint8)
-    for part in flat.split(1 << 28):
-        yield memoryview(part.numpy())
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from models.gr00t_n17.checkpoint.weights import weights_digest
+from models.common.digest import weights_digest
 from models.gr00t_n17.config import GR00TN17Config
 from models.gr00t_n17.feature_store import FeatureCache
 from models.gr00t_n17.features import KEYS, sample_keys

@@ -15,9 +15,9 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from models.common.digest import weights_digest
 from models.common.lookahead import AHEAD, Lookahead, Prepared
 from models.gr00t_n17.ahead import frozen_layers, lookahead_problem, run_frozen
-from models.gr00t_n17.checkpoint.weights import weights_digest
 from models.gr00t_n17.config import GR00TN17Config
 from models.gr00t_n17.module import GR00TN17Module
 from models.gr00t_n17.network import GR00TN17

@@ -12,11 +12,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file
 from torch import Tensor
 
+from models.common.digest import weights_digest
+from models.common.trained import load_trained
 from models.gr00t_n17 import precision
 from models.gr00t_n17.checkpoint.export import export
 from models.gr00t_n17.checkpoint.folder import CheckpointFolder
-from models.gr00t_n17.checkpoint.trained import load_trained
-from models.gr00t_n17.checkpoint.weights import load_weights, weights_digest
+from models.gr00t_n17.checkpoint.weights import load_weights
 from models.gr00t_n17.config import GR00TN17Config
 from models.gr00t_n17.inputs.processor import Processor, ProcessorConfig
 from models.gr00t_n17.inputs.text import WordTokenizer

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from models.gr00t_n17.checkpoint.weights import weights_digest
+from models.common.digest import weights_digest
 from models.gr00t_n17.config import GR00TN17Config
 from models.gr00t_n17.flops import count_flops
 from models.gr00t_n17.inputs.processor import Processor, ProcessorConfig

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from models.common.split_adamw import SplitAdamW
+from models.common.step_mean import total_norm
 from models.gr00t_n17 import precision
 from models.gr00t_n17.config import GR00TN17Config
 from models.gr00t_n17.module import GR00TN17Module
 from models.gr00t_n17.network import GR00TN17
 from models.gr00t_n17.parallelize import tuned_parameters
-from models.gr00t_n17.step_mean import total_norm
 
 CONFIG = GR00TN17Config.tiny(tune_llm=False, tune_visual=False, diffusion_model_cfg={"num_layers": 2})
 

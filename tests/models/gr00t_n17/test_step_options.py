@@ -12,8 +12,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset
 
-from models.gr00t_n17.checkpoint.trained import load_trained
-from models.gr00t_n17.checkpoint.weights import weights_digest
+from models.common.digest import weights_digest
+from models.common.trained import load_trained
 from models.gr00t_n17.config import GR00TN17Config
 from models.gr00t_n17.module import GR00TN17Module
 from models.gr00t_n17.network import GR00TN17

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, IterableDataset
 
-from models.gr00t_n17.checkpoint.trained import DIGEST_KEY, load_trained
+from models.common.trained import DIGEST_KEY, load_trained
 from models.gr00t_n17.config import GR00TN17Config
 from models.gr00t_n17.module import GR00TN17Module
 from models.gr00t_n17.network import GR00TN17

@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from models.common.digest import weights_digest
 from models.gr00t_n17.checkpoint.folder import weight_files
-from models.gr00t_n17.checkpoint.weights import load_weights, save_weights, weights_digest
+from models.gr00t_n17.checkpoint.weights import load_weights, save_weights
 from models.gr00t_n17.config import GR00TN17Config
 from models.gr00t_n17.network import GR00TN17
 

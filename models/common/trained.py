@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.gr00t_n17.checkpoint.weights import weights_digest
+from models.common.digest import weights_digest
 
 DIGEST_KEY = "frozen_digest"
 

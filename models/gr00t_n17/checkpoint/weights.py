@@ -1,21 +1,20 @@
 """Weights by name out of safetensors files, one tensor at a time, onto the device and dtype they shall have."""
 
 import logging
-import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from models.common.placing import copy, fitting_report, place
 from models.common.stored import StoredTensors
 from models.gr00t_n17.slots import is_slot_tensor
 
 logger = logging.getLogger(__name__)
 
-_NUMBERED = re.compile(r"(.*?\.)(\d+)(\..*)", re.DOTALL)
 HEAD_SUFFIX, EMBEDDING_SUFFIX = "lm_head.weight", "language_model.embed_tokens.weight"
 
 
@@ -54,7 +53,8 @@ def load_weights(
         _compare(stored, wanted, targets, slots, source=source, prefix=prefix)
         with torch.no_grad():
             for name in wanted:
-                _place(network, name, targets[name], stored, slots.get(name), device, (dtypes or {}).get(name))
+                fill = _filler(stored, name, slots.get(name))
+                place(network, name, targets[name], fill, device=device, dtype=(dtypes or {}).get(name))
         _note_untied_head(stored, prefix)
     logger.info("loaded %d tensors from %d file(s) of %s", len(wanted), len(stored.files), source)
 
@@ -86,8 +86,8 @@ def _compare(
             misshapen.append(f"{name}: stored {shape}, network {tuple(targets[name].shape)}")
         elif name not in stored.dtypes:
             misshapen.append(f"{name}: stored as {stored[name].dtype}, which is no floating type")
-    problems = _report("missing", sorted(set(targets) - set(wanted)))
-    problems += _report("unexpected", sorted(unexpected)) + _report("misshapen", misshapen)
+    problems = fitting_report("missing", sorted(set(targets) - set(wanted)))
+    problems += fitting_report("unexpected", sorted(unexpected)) + fitting_report("misshapen", misshapen)
     if problems:
         raise ValueError(
             f"weights of {source} do not fit the network (prefix {prefix!r}); sizes and names come from the model's "
@@ -95,42 +95,17 @@ def _compare(
         )
 
 
-def _place(
-    network: nn.Module,
-    name: str,
-    target: Tensor,
-    stored: StoredTensors,
-    slots: Sequence[int] | None,
-    device: torch.device | str | None,
-    dtype: torch.dtype | None,
-) -> None:
-    """Fill a parameter in place, or make it anew where it is on meta or shall have another device or dtype."""
-    if device is None:
-        device = "cpu" if target.is_meta else target.device
-    device = torch.device(device)
-    dtype = target.dtype if dtype is None else dtype
-    fits = not target.is_meta and target.dtype == dtype and _same_device(target.device, device)
-    value = target if fits else torch.empty(target.shape, dtype=dtype, device=device)
-    if slots is None:
-        _copy(value, stored.tensor(name))
-    else:
+def _filler(stored: StoredTensors, name: str, slots: Sequence[int] | None) -> Callable[[Tensor], None]:
+    """Writes a stored tensor, or its rows of these slots, into a parameter."""
+
+    def fill(value: Tensor) -> None:
+        if slots is None:
+            copy(value, stored.tensor(name))
+            return
         for row, slot in enumerate(slots):
-            _copy(value[row : row + 1], stored.rows(name, slot, slot + 1))
-    if fits:
-        return
-    path, _, leaf = name.rpartition(".")
-    if isinstance(target, nn.Parameter):
-        value = nn.Parameter(value, requires_grad=target.requires_grad)
-    setattr(network.get_submodule(path), leaf, value)
+            copy(value[row : row + 1], stored.rows(name, slot, slot + 1))
 
-
-def _copy(target: Tensor, value: Tensor) -> None:
-    # In its stored dtype over the bus: the cast then happens on the device and takes no host memory.
-    target.copy_(value if target.device.type == "cpu" else value.to(target.device))
-
-
-def _same_device(a: torch.device, b: torch.device) -> bool:
-    return a.type == b.type and (b.index is None or a.index == b.index)
+    return fill
 
 
 def _note_untied_head(stored: StoredTensors, prefix: str) -> None:
@@ -179,27 +154,3 @@ def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _heads(network: nn.Module) -> list[str]:
     return sorted({name.split(".")[0] + "." for name in network.state_dict()})
-
-
-def _report(kind: str, names: list[str]) -> list[str]:
-    """Every name; those that differ in their first number alone, which is a block's, share a line."""
-    lines: dict[tuple[str, str], list[int]] = {}
-    for name in names:
-        match = _NUMBERED.fullmatch(name)
-        head, number, tail = match.groups() if match else (name, "-1", "")
-        lines.setdefault((head, tail), []).append(int(number))
-    shown = [f"  {head}{_ranges(numbers)}{tail}" for (head, tail), numbers in lines.items()]
-    return [f"{kind} ({len(names)}):", *shown] if names else []
-
-
-def _ranges(numbers: list[int]) -> str:
-    """[3] -> 3, [0, 1, 2, 5] -> {0-2,5}; -1 stands for no number."""
-    if len(numbers) == 1:
-        return "" if numbers[0] < 0 else str(numbers[0])
-    spans: list[list[int]] = []
-    for number in sorted(numbers):
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return "{" + ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans) + "}"

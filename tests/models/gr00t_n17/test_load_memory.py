@@ -49,14 +49,14 @@ def test_no_second_copy_of_the_weights_is_held(
     assert total > 8 * SLACK
     assert largest < total / 4
     seen: list[int] = []
-    copy = weights._copy
+    copy = weights.copy
 
     def watched(target: torch.Tensor, value: torch.Tensor) -> None:
         seen.append(resident())
         copy(target, value)
         seen.append(resident())
 
-    monkeypatch.setattr(weights, "_copy", watched)
+    monkeypatch.setattr(weights, "copy", watched)
     before = resident()
     load_weights(network, source, dtypes=dict.fromkeys(sizes, dtype))
     assert len(seen) == 2 * len(sizes)

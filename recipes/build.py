@@ -1,56 +1,31 @@
 """The one place that turns a recipe's values into objects: dataset, network, processor, module, data module."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from recipes.check_data import parsed_size, size
+from recipes.check_data import size
+from recipes.family import family
 from recipes.load import RecipeError
 from recipes.options import prepare_blocks
-from recipes.parse import nearest
-from recipes.parts import checkpoint_folder, slots
 from recipes.ranks import local_rank
 from recipes.schema import Recipe
-from recipes.sources import batch_cameras, batch_columns, horizon_of, source
+from recipes.sources import batch_cameras, batch_columns, source
 
 if TYPE_CHECKING:  # importing these takes seconds; `show` and configuration errors must not wait for them
+    from lightning.pytorch import LightningModule
+
     from knonik import DataModule, Dataset
     from models.common.optim import OptimizerConfig, ScheduleConfig
-    from models.gr00t_n17.config import GR00TN17Config
-    from models.gr00t_n17.feature_store import FeatureCache
-    from models.gr00t_n17.inputs.processor import Processor
-    from models.gr00t_n17.module import GR00TN17Module
-    from models.gr00t_n17.network import GR00TN17
 
 
-def model_config(recipe: Recipe) -> "GR00TN17Config":
-    """Sizes of the network: those of the checkpoint's own config.json where `model.weights` is a folder with one, else
-    the named size; the recipe's own fields over both.
+def model_config(recipe: Recipe) -> Any:
+    """Sizes of the network: those of the checkpoint's own config where `model.weights` is a folder with one, else the
+    named size; the recipe's own fields over both.
 
     Raises:
         ValueError: for unknown fields or sizes that do not fit together.
     """
-    from models.gr00t_n17.config import GR00TN17Config
-
-    names = [field.name for field in dataclasses.fields(GR00TN17Config)]
-    unknown = [key for key in recipe.model.config if key not in names]
-    if unknown:
-        raise ValueError("\n".join(f"unknown key {key!r}{nearest(key, names)}" for key in unknown))
-    if (folder := checkpoint_folder(recipe)) is not None:
-        return GR00TN17Config.from_dict(_over(folder.config_values, recipe.model.config))
-    if recipe.model.size == "tiny":
-        return GR00TN17Config.tiny(**recipe.model.config)
-    return GR00TN17Config(**recipe.model.config)
-
-
-def _over(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested values with those of `changes` over them, section by section."""
-    merged = dict(values)
-    for name, change in changes.items():
-        section = merged.get(name)
-        both = isinstance(section, Mapping) and isinstance(change, Mapping)
-        merged[name] = _over(section or {}, change) if both else change
-    return merged
+    return family(recipe).model_config(recipe)
 
 
 def with_local_weights(recipe: Recipe) -> Recipe:
@@ -59,8 +34,7 @@ def with_local_weights(recipe: Recipe) -> Recipe:
     Raises:
         RecipeError: it cannot be fetched, or the recipe does not fit what came.
     """
-    from recipes.check_model import is_remote, model_problems
-    from recipes.checkpoint_source import local_checkpoint
+    from recipes.checkpoint_source import is_remote, local_checkpoint
 
     source = recipe.model.weights
     if source is None:
@@ -71,44 +45,18 @@ def with_local_weights(recipe: Recipe) -> Recipe:
         raise RecipeError([f"model.weights: {error}"]) from error
     local = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, weights=folder))
     # What `check` could not see while the files lay elsewhere.
-    if is_remote(source) and (problems := model_problems(local)):
+    if is_remote(source) and (problems := family(local).model_problems(local)):
         raise RecipeError(problems)
     return local
 
 
-def build_network(recipe: Recipe) -> "GR00TN17":
+def build_network(recipe: Recipe) -> Any:
     """The network with its starting weights: a checkpoint's, or random ones that depend on the seed alone.
 
     Args:
         recipe: with its weights named by their folder.
     """
-    import torch
-
-    from models.gr00t_n17 import precision
-    from models.gr00t_n17.checkpoint.stored import StoredTensors
-    from models.gr00t_n17.checkpoint.weights import load_weights
-    from models.gr00t_n17.lora import LoraConfig, add_lora, freeze_targets
-    from models.gr00t_n17.network import GR00TN17
-
-    adapters = None if recipe.model.lora is None else LoraConfig(**dataclasses.asdict(recipe.model.lora))
-    weights, mode = recipe.model.weights, recipe.model.precision
-    with torch.device("meta"):  # no time or memory for an initialisation that is overwritten below
-        network = GR00TN17(model_config(recipe), slots=None if mode == "stock" else slots(recipe))
-    if adapters is not None:
-        freeze_targets(network, adapters)  # before the dtypes are chosen by what is trained
-    if weights is not None:
-        with StoredTensors(weights) as stored:
-            dtypes = precision.weight_dtypes(network, mode, stored.dtypes)
-        load_weights(network, weights, device=device(recipe), dtypes=dtypes)
-    else:
-        network.to_empty(device="cpu")
-        network.init_weights(recipe.seed)
-        precision.apply(network, mode, {name: value.dtype for name, value in network.named_parameters()})
-    if recipe.model.backbone_weights is not None:
-        load_weights(network, recipe.model.backbone_weights, prefix="backbone.")
-    if adapters is not None:
-        add_lora(network, adapters, seed=recipe.seed)
-    return network
+    return family(recipe).build_network(recipe)
 
 
 def device(recipe: Recipe) -> str:
@@ -136,61 +84,50 @@ def schedule(recipe: Recipe) -> "ScheduleConfig":
     )
 
 
-def build_module(recipe: Recipe, network: "GR00TN17", features: "FeatureCache | None" = None) -> "GR00TN17Module":
-    """The Lightning module around a network, and the cache of its backbone's outputs where there is one.
+def build_module(
+    recipe: Recipe, network: Any, *, processor: Any = None, fingerprint: str = "", device_type: str = "cpu"
+) -> "LightningModule":
+    """The Lightning module around a network.
 
     Blocks of the network that recompute or are compiled do so from here on.
+
+    Args:
+        processor, fingerprint, device_type: of the run, for what depends on the data or the device.
     """
-    from models.gr00t_n17.module import GR00TN17Module
-
+    about: dict[str, Any] = {"processor": processor, "fingerprint": fingerprint, "device_type": device_type}
     prepare_blocks(recipe, network)
-    return GR00TN17Module(
-        network,
-        seed=recipe.seed,
-        optimizer=optimizer(recipe),
-        schedule=schedule(recipe),
-        flow_draws=recipe.model.flow_draws,
-        feature_cache=features,
-        lookahead=recipe.lookahead,
-        graphs=recipe.graphs,
-        ema=recipe.ema,
-    )
+    return family(recipe).build_module(recipe, network, **about)
 
 
-def build_datamodule(
-    recipe: Recipe, datasets: "list[Dataset]", processor: "Processor", batch_size: int
-) -> "DataModule":
+def build_processor(recipe: Recipe, datasets: "list[Dataset]") -> Any:
+    """What turns a batch into the network's inputs, and its outputs into actions of the robot.
+
+    Args:
+        recipe: with its weights named by their folder.
+        datasets: what is trained on of each part.
+    """
+    return family(recipe).build_processor(recipe, datasets)
+
+
+def build_datamodule(recipe: Recipe, datasets: "list[Dataset]", processor: Any, batch_size: int) -> "DataModule":
     """The data module: decodes and prepares in its own threads, finishes the images on the device."""
     import knonik
-    from models.gr00t_n17.features import with_keys
 
+    options = {**loader_options(recipe, processor), **family(recipe).sample_options(recipe, datasets, processor)}
     return knonik.DataModule(
         source(recipe, datasets),
         batch_size=batch_size,
         seed=recipe.seed,
-        windows=windows(recipe, datasets, processor),
         edge=recipe.data.edge,
         cameras=batch_cameras(recipe, datasets),
         state=batch_columns(recipe, "state"),
         action=batch_columns(recipe, "action"),
         decode_threads=recipe.data.decode_threads,
-        **loader_options(recipe, processor),
-        transform=with_keys(processor.prepare) if parsed_size(recipe.model.feature_cache) else processor.prepare,
-        device_transform=lambda batch: processor.to_network(batch, augment=True),
+        **options,
     )
 
 
-def windows(recipe: Recipe, datasets: "list[Dataset]", processor: Any) -> dict[str, Any]:
-    """Steps around the anchor, by column and camera: the chunk of actions, and frames of the past where a checkpoint
-    reads some."""
-    first = getattr(processor, "parts", [processor])[0]
-    past = tuple(first.modalities.video_deltas)
-    frames = dict.fromkeys(batch_cameras(recipe, datasets), past) if past != (0,) else {}
-    chunk = range(horizon_of(recipe))
-    return {**frames, **dict.fromkeys(batch_columns(recipe, "action"), chunk)}
-
-
-def loader_options(recipe: Recipe, processor: "Processor") -> dict[str, Any]:
+def loader_options(recipe: Recipe, processor: Any) -> dict[str, Any]:
     """How the loader fetches, orders, keeps and hands over; a key the recipe leaves to the data layer is not there."""
     decoded = size(recipe, "decoded")
     options = {

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from recipes.check_data import data_problems
 from recipes.check_dataset import dataset_problems
-from recipes.check_model import model_problems
 from recipes.check_options import option_problems
 from recipes.check_validation import validation_problems
+from recipes.family import family
 from recipes.load import RecipeError, examine, find
 from recipes.parse import nearest
 from recipes.ranks import ranks_per_node, world_size
@@ -57,7 +57,9 @@ def check(recipe: Recipe, *, world_size: int, told: list[str] | None = None) -> 
         world_size: ranks the run will have.
         told: problems already reported; a key named there is not reported again.
     """
-    problems = [*_values(recipe), *_batch(recipe, world_size), *model_problems(recipe), *_run_folder(recipe)]
+    own = family(recipe)
+    problems = [*_values(recipe), *_batch(recipe, world_size), *own.model_problems(recipe), *_run_folder(recipe)]
+    problems += own.data_problems(recipe, world_size)
     problems += option_problems(recipe, world_size)
     problems += data_problems(recipe)
     problems += validation_problems(recipe)
@@ -77,7 +79,6 @@ def _values(recipe: Recipe) -> list[str]:
         "trainer.log_every_n_steps": recipe.trainer.log_every_n_steps,
         "checkpoint.every_n_steps": recipe.checkpoint.every_n_steps,
         "data.horizon": recipe.data.horizon,
-        "model.flow_draws": recipe.model.flow_draws,
         "optimizer.lr": recipe.optimizer.lr,
         "optimizer.eps": recipe.optimizer.eps,
     }

@@ -4,9 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from recipes.check_checkpoint import processor_settings
 from recipes.check_data import size
-from recipes.check_groups import group_problems
+from recipes.family import family
 from recipes.parse import nearest
 from recipes.parts import key, parts
 from recipes.schema import Recipe
@@ -50,7 +49,7 @@ def _part(recipe: Recipe, number: int, part: PartConfig) -> tuple[list[str], int
         columns: list[str] = []
         for section in ("state", "action"):
             columns += _columns(recipe, number, section, getattr(part, section), dataset.features)
-        problems += columns or group_problems(recipe, number, part, dataset)
+        problems += columns or family(recipe).part_problems(recipe, number, part, dataset)
         return problems, 0 if problems or training is None else _frame_bytes(recipe, part, training)
 
 
@@ -142,17 +141,12 @@ def _anchors(recipe: Recipe, number: int, part: PartConfig, dataset: Any) -> tup
 
 
 def _frame_bytes(recipe: Recipe, part: PartConfig, dataset: Any) -> int:
-    from models.gr00t_n17.inputs.settings import ProcessorConfig
-
     try:
         if not size(recipe, "decoded"):
             return 0
-        settings = ProcessorConfig(**processor_settings(recipe, part.embodiment))
+        prefix = family(recipe).frame_prefix(recipe, part)
     except (TypeError, ValueError, OSError):
         return 0  # reported where it belongs
-    from models.gr00t_n17.inputs.images import FirstResize  # needs torch
-
-    prefix = FirstResize.of(settings)
     total = 0
     for camera in dataset.cameras if part.cameras is None else part.cameras.values():
         frame = dataset.image_shape(camera)

@@ -49,6 +49,11 @@ def is_hub_id(source: str) -> bool:
     return not source.startswith((".", "/", "~")) and "://" not in source and source.count("/") in (1, 2)
 
 
+def is_remote(source: str) -> bool:
+    """Whether weights are named by an s3:// address or by what can be a hub id."""
+    return source.startswith("s3://") or (not Path(source).exists() and is_hub_id(source))
+
+
 def _from_hub(source: str) -> Path:
     from huggingface_hub import snapshot_download
 

@@ -3,15 +3,13 @@
 import json
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from recipes.family import family
 from recipes.load import diff, to_dict
 from recipes.run_folder import RunFolder
 from recipes.schema import Recipe, RunConfig, TrainerConfig
 from recipes.schema_data import DataConfig
-
-if TYPE_CHECKING:
-    from recipes.trained import TrainedRun
 
 logger = logging.getLogger(__name__)
 
@@ -45,23 +43,12 @@ def export_run(
         ValueError: no run folder, no such checkpoint, or one that does not fit its recipe.
         FileExistsError: `out` holds something.
     """
-    from models.gr00t_n17.checkpoint.export import export
-    from recipes.parts import checkpoint_folder
     from recipes.trained import load_run
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} exists and is not empty; name a new folder")
     trained = load_run(run, step=step, checkpoint=checkpoint, averaged=averaged)
-    stored = RunFolder(run).recipe or {}
-    export(
-        trained.network,
-        trained.processor,
-        out,
-        dtype=dtype,
-        base=checkpoint_folder(trained.recipe),
-        recipe=stored,
-        card=_card(run, trained, stored, dtype),
-    )
+    family(trained.recipe).export(trained, out, run=run, dtype=dtype, stored=RunFolder(run).recipe or {})
     written = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
     return {"folder": str(out), "step": trained.step, "dtype": dtype, "bytes": written}
 
@@ -82,28 +69,13 @@ def changes(stored: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _card(run: Path, trained: "TrainedRun", stored: dict[str, Any], dtype: str) -> str:
-    from models.gr00t_n17.checkpoint.model_card import CardFacts, model_card
-
+def summary_of(run: Path, step: int) -> dict[str, Any]:
+    """Figures of a run, where they are those of this step; else none."""
     summary = RunFolder(run).summary or {}
-    if summary.get("steps") != trained.step:
-        summary = {}  # figures of another step
-    parts = getattr(trained.processor, "parts", [trained.processor])  # of a mixture
-    facts = CardFacts(
-        name=trained.recipe.run.name,
-        embodiments={part.embodiment: part.embodiment_id for part in parts},
-        dtype=dtype,
-        steps=trained.step,
-        base=stored["model"]["weights"],
-        data=stored["data"]["uri"],
-        fingerprint=summary.get("fingerprint") or _fingerprint(run),
-        changes=changes(stored),
-        summary=summary,
-    )
-    return model_card(facts)
+    return summary if summary.get("steps") == step else {}
 
 
-def _fingerprint(run: Path) -> str | None:
+def fingerprint_of(run: Path) -> str | None:
     """The data's fingerprint from the record every start of a run writes."""
     file = run / "environment.json"
     return json.loads(file.read_text()).get("fingerprint") if file.is_file() else None

@@ -2,19 +2,17 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from recipes.build import windows
 from recipes.check_data import size
+from recipes.family import family
 from recipes.parts import parts
 from recipes.schema import Recipe
 from recipes.sources import (
     batch_cameras,
     batch_columns,
-    held_out_part,
-    horizon_of,
     own_cameras,
     part_source,
     rows_of,
@@ -26,9 +24,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from knonik import Batch, Dataset, Loader, Mixture
-    from models.gr00t_n17.inputs.modality import Modalities
-    from models.gr00t_n17.inputs.processor import Processor
-    from models.gr00t_n17.validation import Validation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,45 +84,10 @@ class Samples:
         return dataclasses.replace(batch, inputs=self.prepare(batch))
 
 
-def build_validation(
-    recipe: Recipe, datasets: "list[Dataset]", processor: "Processor", *, batch_size: int, rank: int, world_size: int
-) -> "Validation":
-    """What `validation` measures.
-
-    Args:
-        recipe: with a `validation` section.
-        datasets: each with all its episodes, those held out among them.
-        processor: as in training.
-        batch_size: samples of a rank that go through the network together.
-        rank, world_size: this process' share.
-    """
-    from models.gr00t_n17.validation import Validation
-
-    settings = recipe.validation
-    assert settings is not None
-    held_out = [part for dataset in datasets if (part := held_out_part(recipe, dataset)) is not None]
-    assert len(held_out) == len(datasets), "`check` has seen to it"
-    share = {"batch_size": batch_size, "rank": rank, "world_size": world_size}
-    stride = settings.open_loop_stride or horizon_of(recipe)
-    loss = loss_samples(recipe, held_out, processor, settings.batches, **share) if settings.batches else ()
-    open_loop: Any = ()
-    if settings.open_loop_episodes:
-        chosen = [first_episodes(dataset, settings.open_loop_episodes) for dataset in held_out]
-        open_loop = open_loop_samples(recipe, chosen, processor, stride, **share)
-    return Validation(
-        processor,
-        seed=recipe.seed,
-        loss_batches=loss,
-        open_loop_batches=open_loop,
-        open_loop_steps=stride,
-        flow_draws=recipe.model.flow_draws,
-    )
-
-
 def loss_samples(
     recipe: Recipe,
     datasets: "list[Dataset]",
-    processor: "Processor",
+    processor: Any,
     batches: int,
     *,
     batch_size: int,
@@ -137,7 +97,8 @@ def loss_samples(
     """Samples of `batches` training batches, drawn by the seed; all there are where these are fewer."""
     anchors = sum(len(dataset.anchors(span(recipe, dataset))) for dataset in datasets)
     data = source(recipe, datasets)
-    loader = _options(recipe, data, batch_cameras(recipe, datasets), windows(recipe, datasets, processor)) | {
+    steps = family(recipe).sample_options(recipe, datasets, processor)["windows"]
+    loader = _options(recipe, data, batch_cameras(recipe, datasets), steps) | {
         "edge": recipe.data.edge,
         "shuffle": True,
     }
@@ -153,7 +114,7 @@ def loss_samples(
 def open_loop_samples(
     recipe: Recipe,
     datasets: "list[Dataset]",
-    processor: "Processor",
+    processor: Any,
     stride: int,
     *,
     batch_size: int,
@@ -162,7 +123,7 @@ def open_loop_samples(
 ) -> Samples:
     """Every `stride`-th step of every episode; a chunk at the end of one is compared as far as the episode goes."""
     readings, cameras, whole = [], batch_cameras(recipe, datasets), source(recipe, datasets)
-    steps_read = windows(recipe, datasets, processor)
+    steps_read = family(recipe).sample_options(recipe, datasets, processor)["windows"]
     for number, dataset in enumerate(datasets):
         view = _anchored(dataset, stride, recipe.data.fps)
         # one part at a time: a mixture deals its parts in shares, which would not end with all of them
@@ -185,24 +146,29 @@ def open_loop_samples(
 
 
 def every_step(
-    dataset: "Dataset", modalities: "Modalities", stride: int, *, batch_size: int, fps: float | None = None
+    dataset: "Dataset",
+    windows: Mapping[str, Sequence[int]],
+    *,
+    cameras: Sequence[str],
+    state: Sequence[str],
+    action: Sequence[str],
+    stride: int,
+    batch_size: int,
+    fps: float | None = None,
 ) -> "Iterator[Batch]":
-    """Every `stride`-th step of every episode with what a policy's modalities read, raw, in the dataset's own names.
+    """Every `stride`-th step of every episode, raw, in the dataset's own names.
 
-    fps: steps are 1 / fps seconds, as a mixture's may be; None counts the dataset's own rows.
+    Args:
+        windows: steps around the anchor by camera and column.
+        fps: steps are 1 / fps seconds, as a mixture's may be; None counts the dataset's own rows.
     """
     view = _anchored(dataset, stride, fps)
-    state = tuple(dict.fromkeys(group.column for group in modalities.state))
-    action = tuple(dict.fromkeys(group.column for group in modalities.action))
     loader = {
         "source": view,
-        "windows": {
-            **dict.fromkeys(modalities.cameras, rows_of(modalities.video_deltas, dataset, fps)),
-            **dict.fromkeys(action, rows_of(range(modalities.horizon), dataset, fps)),
-        },
-        "cameras": modalities.cameras,
-        "state": state,
-        "action": action,
+        "windows": {name: rows_of(steps, dataset, fps) for name, steps in windows.items()},
+        "cameras": tuple(cameras),
+        "state": tuple(state),
+        "action": tuple(action),
         "edge": "repeat",
         "shuffle": False,
     }

@@ -150,9 +150,9 @@ def _check(arguments: argparse.Namespace, started_at: float) -> int:
     recipe = checked(arguments.recipe, arguments.overrides, allow_drift=arguments.allow_drift)
     print(f"{recipe.run.name}: no problems")
     if arguments.memory:
-        from recipes.memory import memory_table
+        from recipes.family import family
 
-        print(memory_table(recipe))
+        print(family(recipe).memory_table(recipe))
     return 0
 
 

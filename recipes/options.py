@@ -1,31 +1,28 @@
 """Training options applied to a built network, and what they report when the run is over."""
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from recipes.family import family
 from recipes.schema import Recipe
-
-if TYPE_CHECKING:
-    from models.gr00t_n17.network import GR00TN17
 
 logger = logging.getLogger(__name__)
 
 
-def prepare_blocks(recipe: Recipe, network: "GR00TN17") -> None:
+def prepare_blocks(recipe: Recipe, network: Any) -> None:
     """Let the chosen blocks recompute, then compile, in place. Sharding comes after both, with the strategy.
 
     Raises:
         ValueError: what `check` could not see while the checkpoint lay elsewhere.
     """
-    from models.gr00t_n17.parallelize import checkpoint_blocks, compile_network
-
+    own = family(recipe)
     if recipe.checkpointing.mode != "none":
-        checkpoint_blocks(network, recipe.checkpointing)
+        own.checkpoint_blocks(network, recipe.checkpointing)
     if recipe.compile.scope != "none":
-        compile_network(network, recipe.compile)
+        own.compile_network(network, recipe.compile)
 
 
-def option_figures(recipe: Recipe, network: "GR00TN17") -> dict[str, Any]:
+def option_figures(recipe: Recipe, network: Any) -> dict[str, Any]:
     """Entries of summary.json about what was compiled and recomputed; none for a plain run."""
     figures: dict[str, Any] = {}
     if recipe.checkpointing.mode != "none":

@@ -74,16 +74,11 @@ def misfits(cls: type, values: Mapping[str, Any], path: str) -> list[str]:
 
 def known(cls: type, dotted: str) -> bool:
     """Whether a dotted key leads to a field of a dataclass, or into one that takes any mapping."""
-    kind: Any = cls
-    for name in dotted.split("."):
-        kind = next((o for o in get_args(kind) if dataclasses.is_dataclass(o)), kind)  # `Section | None`
-        if get_origin(kind) in (dict, Mapping):
-            return True
-        hints = typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
-        if name not in hints:
-            return False
-        kind = hints[name]
-    return True
+    name, _, rest = dotted.partition(".")
+    fields = _fields(cls, name)
+    if not rest or not fields:
+        return bool(fields)
+    return any(get_origin(kind) in (dict, Mapping) or known(kind, rest) for kind in fields)
 
 
 # Stand-ins for required values that were wrong: never used to run anything, only to look at the other keys.
@@ -96,11 +91,16 @@ def _join(path: str, name: str) -> str:
 
 def optional(cls: type, dotted: str) -> bool:
     """Whether the field that a dotted key of sections leads to may be null."""
-    kind: Any = cls
-    for name in dotted.split("."):
-        kind = next((o for o in get_args(kind) if dataclasses.is_dataclass(o)), kind)
-        kind = typing.get_type_hints(kind)[name]
-    return type(None) in get_args(kind)
+    name, _, rest = dotted.partition(".")
+    fields = _fields(cls, name)
+    return any(optional(kind, rest) for kind in fields) if rest else any(type(None) in get_args(f) for f in fields)
+
+
+def _fields(kind: Any, name: str) -> list[Any]:
+    """Types of field `name` in a section, or in those sections of a union that have it."""
+    sections = [option for option in (kind, *get_args(kind)) if dataclasses.is_dataclass(option)]
+    hints = [typing.get_type_hints(section) for section in sections]
+    return [own[name] for own in hints if name in own]
 
 
 def _convert(kind: Any, value: Any, problems: list[str], path: str) -> Any:
@@ -109,8 +109,10 @@ def _convert(kind: Any, value: Any, problems: list[str], path: str) -> Any:
     origin = get_origin(kind)
     if origin in (Union, types.UnionType):
         options = [option for option in get_args(kind) if option is not type(None)]
-        if value is None:
+        if value is None and type(None) in get_args(kind):
             return None
+        if len(options) > 1 and all(dataclasses.is_dataclass(option) for option in options):
+            return _alternative(options, value, problems, path)
         # `int | str`: the one the value already is, else the last one reports it
         fitting = (option for option in options[:-1] if isinstance(option, type) and type(value) is option)
         return _convert(next(fitting, options[-1]), value, problems, path)
@@ -130,6 +132,27 @@ def _convert(kind: Any, value: Any, problems: list[str], path: str) -> Any:
         held = get_args(kind)[-1]
         return {name: _convert(held, item, problems, _join(path, str(name))) for name, item in value.items()}
     return _convert_scalar(kind, value, problems, path)
+
+
+def _alternative(options: list[Any], value: Any, problems: list[str], path: str) -> Any:
+    """One of several sections: that of the `name` the values give, the first where they give none."""
+    by_name = {get_args(typing.get_type_hints(option)["name"])[0]: option for option in options}
+    chosen = options[0]
+    if isinstance(value, dict) and "name" in value:
+        if value["name"] not in by_name:
+            problems.append(f"{path}.name: {value['name']!r} is not one of {', '.join(map(repr, by_name))}")
+            return parse(chosen, {key: held for key, held in value.items() if key != "name"}, problems, path)
+        chosen = by_name[value["name"]]
+        own, others = {field.name for field in dataclasses.fields(chosen)}, dict[str, str]()
+        for name, option in by_name.items():
+            others |= {field.name: name for field in dataclasses.fields(option) if field.name not in own}
+        problems += [
+            f"{path}.{key}: is a key of {others[key]}, and {path}.name is {value['name']}; leave it out"
+            for key in value
+            if key in others
+        ]
+        value = {key: held for key, held in value.items() if key not in others}
+    return parse(chosen, value, problems, path)
 
 
 def _convert_tuple(items: tuple[Any, ...], value: Any, problems: list[str], path: str) -> Any:

@@ -1,16 +1,10 @@
 """The datasets of a recipe in one form: those of `data.mixture`, or the one of `data.uri` as its only part."""
 
 import dataclasses
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from recipes.schema import Recipe
 from recipes.schema_data import PartConfig
-
-if TYPE_CHECKING:
-    from models.gr00t_n17.checkpoint.folder import CheckpointFolder
-
-DEFAULT_EMBODIMENT = "new_embodiment"
+from recipes.schema_model import GR00TN17ModelConfig
 
 # Keys of a part that are spelled in another section when there is no mixture.
 _ELSEWHERE = {
@@ -23,7 +17,9 @@ _ELSEWHERE = {
 
 def parts(recipe: Recipe) -> tuple[PartConfig, ...]:
     """One part for each dataset, with what it leaves to `data` and `model` filled in."""
-    data, model = recipe.data, recipe.model
+    data = recipe.data
+    # what only one family has stays null for the others
+    model = recipe.model if isinstance(recipe.model, GR00TN17ModelConfig) else GR00TN17ModelConfig()
     if data.mixture is None:
         return (
             PartConfig(
@@ -50,33 +46,6 @@ def parts(recipe: Recipe) -> tuple[PartConfig, ...]:
         )
         for part in data.mixture
     )
-
-
-def slot(recipe: Recipe, part: PartConfig) -> int:
-    """Slot of the per-embodiment layers: as given, or that of the tag in the checkpoint's table.
-
-    Raises:
-        ValueError: no such tag.
-    """
-    from models.gr00t_n17.inputs.embodiments import slot_of
-
-    if part.embodiment_id is not None:
-        return part.embodiment_id
-    folder = checkpoint_folder(recipe)
-    return slot_of(part.embodiment or DEFAULT_EMBODIMENT, None if folder is None else folder.embodiment_ids)
-
-
-def slots(recipe: Recipe) -> tuple[int, ...]:
-    """Slots that samples of the recipe use, each once, in rising order."""
-    return tuple(sorted({slot(recipe, part) for part in parts(recipe)}))
-
-
-def checkpoint_folder(recipe: Recipe) -> "CheckpointFolder | None":
-    """The files beside the weights, where these lie on this machine and have a config.json."""
-    from models.gr00t_n17.checkpoint.folder import CONFIG_FILE, CheckpointFolder
-
-    source = recipe.model.weights
-    return CheckpointFolder(source) if source is not None and (Path(source) / CONFIG_FILE).is_file() else None
 
 
 def key(recipe: Recipe, number: int, name: str) -> str:

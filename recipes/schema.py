@@ -10,7 +10,7 @@ from typing import Literal
 from models.common.block_options import CheckpointingConfig, CompileConfig
 from models.common.step_options import EmaConfig, Graphs, Lookahead
 from recipes.schema_data import DataConfig
-from recipes.schema_model import ModelConfig
+from recipes.schema_model import Cosmos3PolicyModelConfig, GR00TN17ModelConfig
 from recipes.schema_options import ParallelConfig
 
 
@@ -31,23 +31,34 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW, in two groups: with and without weight decay."""
+    """AdamW, in groups of parameters with the same learning rate and weight decay."""
 
     lr: float = 1e-4
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 1e-5
+    weight_decay_on: Literal["matrices", "all"] = "matrices"
+    """`matrices` spares biases and norms."""
+    lr_multipliers: dict[str, float] = field(default_factory=dict)
+    """Learning rate of a named part of the model, as a multiple of `lr`: of cosmos3_policy, `action_heads`."""
     fused: bool = True
     """One kernel for the whole update; false is upstream's loop over tensors, which rounds differently."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Linear warm-up from zero, then half a cosine to zero at `trainer.max_steps`."""
+    """Learning rate over the steps.
 
+    `cosine`: linear warm-up from zero, then half a cosine to zero at `trainer.max_steps`. `linear`: from the first step
+    on a straight line that would reach zero at `cycle_steps`.
+    """
+
+    kind: Literal["cosine", "linear"] = "cosine"
     warmup_ratio: float = 0.05
     warmup_steps: int | None = None
     """Overrides `warmup_ratio` when given."""
+    cycle_steps: int | None = None
+    """Of `linear`; null means `trainer.max_steps`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +151,8 @@ class Recipe:
     """Average of the trained weights over the steps, which validation and `export --ema` take."""
     logger: Literal["csv", "wandb"] = "csv"
     """CSV files are always written; `wandb` adds a Weights & Biases run."""
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: GR00TN17ModelConfig | Cosmos3PolicyModelConfig = field(default_factory=GR00TN17ModelConfig)
+    """Its `name` says which model, and with it which keys the section has."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -72,10 +72,13 @@ class DataConfig:
     modality: str | dict[str, Any] | None = None
     """JSON file or mapping in place of the dataset's meta/modality.json: names for parts of its vectors and cameras."""
     batch_size: int | None = None
-    """Samples per rank. Give this or `global_batch_size`."""
+    """Samples per rank. Give this or `global_batch_size`. With `pack_tokens`: the most that a pack may hold."""
     global_batch_size: int | None = None
     """Samples of a micro-batch over all ranks, divisible by their number. A step takes
     `trainer.accumulate_grad_batches` of them."""
+    pack_tokens: int | None = None
+    """Token budget of a micro-batch, for a model that packs samples of different lengths: a pack takes the next samples
+    of the order as long as they fit. null takes `batch_size` samples, however long."""
     cameras: tuple[str, ...] | None = None
     """Video features the policy sees, in this order; null means all of the dataset."""
     state: tuple[str, ...] = ("observation.state",)

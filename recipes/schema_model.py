@@ -45,9 +45,9 @@ class LoraConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The policy: which architecture, which sizes, which weights it starts from."""
+    """What every model has; its `name` says which keys stand beside these."""
 
-    name: Literal["gr00t_n17"] = "gr00t_n17"
+    name: str
     size: Literal["released", "tiny"] = "released"
     config: dict[str, Any] = field(default_factory=dict)
     """Fields of the model's config class that differ from `size`."""
@@ -55,7 +55,14 @@ class ModelConfig:
     """Fields of the model's processor config that differ from its defaults."""
     weights: str | None = None
     """Checkpoint to start from: hub id, folder, s3://bucket/prefix or safetensors file; null trains from random
-    weights. Sizes, normalisation and image path are those of the checkpoint's own files."""
+    weights. Sizes are those of the checkpoint's own files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GR00TN17ModelConfig(ModelConfig):
+    """GR00T N1.7. Normalisation and image path are those of a checkpoint's own files too."""
+
+    name: Literal["gr00t_n17"] = "gr00t_n17"
     backbone_weights: str | None = None
     """Safetensors file for the backbone alone."""
     embodiment: str | None = None
@@ -73,3 +80,14 @@ class ModelConfig:
     keeps none."""
     flow_draws: int = 1
     """Independent (noise, time) draws per sample; they share one pass through the backbone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cosmos3PolicyModelConfig(ModelConfig):
+    """The Cosmos-3 policy: a generation tower, trained, beside an understanding tower that is frozen."""
+
+    name: Literal["cosmos3_policy"] = "cosmos3_policy"
+    vae: str | None = None
+    """Folder of the video autoencoder; null takes `vae/` beside `weights`, or a small random one for size tiny."""
+    keep_action_heads: bool = False
+    """Start from the checkpoint's action heads; else they are drawn afresh, as for another robot."""

@@ -32,3 +32,10 @@ class ParallelConfig:
         if min(replicate, shard) < 1 or replicate * shard != world_size:
             raise ValueError(f"{replicate} x {shard} (replicate x shard) are not the {world_size} ranks of this run")
         return replicate, shard
+
+    def shards(self, world_size: int) -> int:
+        """Ranks that hold one copy of what is trained; as given where the ranks do not fit."""
+        try:
+            return self.sizes(world_size)[1]
+        except ValueError:
+            return self.shard or 1

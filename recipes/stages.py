@@ -9,6 +9,7 @@ from typing import Any
 from recipes.load import RecipeError, load
 from recipes.run_folder import RunFolder
 from recipes.schema import Recipe
+from recipes.schema_model import GR00TN17ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +25,8 @@ def first_stage(recipe: Recipe) -> Recipe | None:
     """The recipe of the stage before this one, on the same data, model and seed; its run lies beside this run's."""
     if recipe.run.first is None:
         return None
+    model = recipe.model
+    assert isinstance(model, GR00TN17ModelConfig), "`check` has seen to it"
     first = load(recipe.run.first, [f"seed={recipe.seed}"])
     return dataclasses.replace(
         first,
@@ -36,7 +39,7 @@ def first_stage(recipe: Recipe) -> Recipe | None:
             horizon=recipe.data.horizon,
             cache=recipe.data.cache,
         ),
-        model=dataclasses.replace(recipe.model, flow_draws=1, precision="stock", lora=None, feature_cache=0),
+        model=dataclasses.replace(model, flow_draws=1, precision="stock", lora=None, feature_cache=0),
     )
 
 
@@ -97,6 +100,7 @@ def with_first_stage(recipe: Recipe, started_at: float) -> Recipe:
     else:
         logger.info("first stage %s: %d steps", recipe.run.first, first.trainer.max_steps)
         train_grounding(first, started_at)
+    assert isinstance(recipe.model, GR00TN17ModelConfig), "`first_stage` has seen to it"
     return dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, backbone_weights=str(backbone)))
 
 
@@ -107,8 +111,7 @@ def train_grounding(recipe: Recipe, started_at: float) -> dict[str, Any]:
     """
     from callbacks.step_clock import StepClock
     from models.gr00t_n17.checkpoint.weights import save_weights
-    from recipes.build import build_network, optimizer, schedule
-    from recipes.build_processor import build_processor
+    from recipes.build import build_network, build_processor, optimizer, schedule
     from recipes.run import Run
     from recipes.sources import batch_cameras, open_all, training_part
     from recipes.tabletop.grounding import GroundingSettings, build_grounding

@@ -10,15 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from callbacks.run_record import write_atomically
 from callbacks.step_clock import StepClock
+from models.common.digest import weights_digest
 from models.common.mesh import gathered, whole_tensors
-from models.gr00t_n17.checkpoint.weights import weights_digest
-from models.gr00t_n17.parallelize import tuned_parameters
-from recipes.build import build_datamodule, build_module, build_network, with_local_weights
-from recipes.build_processor import build_processor
+from recipes.build import build_datamodule, build_module, build_network, build_processor, with_local_weights
 from recipes.check import batch_size_per_rank
 from recipes.evaluate import closed_loop, swapped
-from recipes.feature_cache import build_feature_cache
-from recipes.held_out import build_validation
+from recipes.family import family
 from recipes.options import option_figures
 from recipes.ranks import is_first, rank, world_size
 from recipes.run import Run, set_torch_threads
@@ -29,7 +26,6 @@ from recipes.stages import make_dataset, to_do, train_grounding, with_first_stag
 
 if TYPE_CHECKING:
     from knonik import Dataset
-    from models.gr00t_n17.network import GR00TN17
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +85,7 @@ def _train_policy(
     measure: Callable[[Any], dict[str, float]] | None = None
     if recipe.validation is not None:
         share = {"rank": rank(), "world_size": world_size()}
-        validation = build_validation(recipe, whole, processor, batch_size=batch_size, **share)
+        validation = family(recipe).build_validation(recipe, whole, processor, batch_size=batch_size, **share)
 
         def measure(module: Any) -> dict[str, float]:
             # averaged weights are put in shard by shard; gathered, as ranks may have different numbers of batches
@@ -117,13 +113,13 @@ def _train_policy(
             from recipes.wandb_run import describe
 
             describe(run.trainer.loggers, environment)
-    features = build_feature_cache(recipe, network, processor, fingerprint, run.trainer.strategy.root_device.type)
-    module = build_module(recipe, network, features)
+    device_type = run.trainer.strategy.root_device.type
+    module: Any = build_module(recipe, network, processor=processor, fingerprint=fingerprint, device_type=device_type)
     run.fit(module, datamodule=data)
     if run.stopped_by is not None:
         return None, 128 + run.stopped_by
     run.save_final()
-    weights = whole_tensors(tuned_parameters(network), keep=is_first())
+    weights = whole_tensors({n: p for n, p in network.named_parameters() if p.requires_grad}, keep=is_first())
     with module.averaged():
         evaluated = {} if recipe.evaluation is None else _evaluated(recipe, network, processor)
     if not is_first():
@@ -144,7 +140,7 @@ def _train_policy(
     return summary, 0
 
 
-def _evaluated(recipe: Recipe, network: "GR00TN17", processor: Any) -> dict[str, Any]:
+def _evaluated(recipe: Recipe, network: Any, processor: Any) -> dict[str, Any]:
     """Closed-loop results of the trained policy, found by the first rank; all take part where weights are sharded."""
     assert recipe.evaluation is not None
     with gathered(network):

@@ -6,16 +6,13 @@ import logging
 import re
 import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from recipes.family import family
 from recipes.load import from_dict
 from recipes.run_folder import RunFolder
 from recipes.schema import Recipe
-
-if TYPE_CHECKING:
-    from models.gr00t_n17.inputs.mixed import MixedProcessor
-    from models.gr00t_n17.inputs.processor import Processor
-    from models.gr00t_n17.network import GR00TN17
+from recipes.schema_model import GR00TN17ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +25,8 @@ class TrainedRun:
     """recipe: as the run was started, its weights named by local files. network: on the CPU, adapters merged."""
 
     recipe: Recipe
-    network: "GR00TN17"
-    processor: "Processor | MixedProcessor"
+    network: Any
+    processor: Any
     checkpoint: Path
     step: int
 
@@ -48,9 +45,6 @@ def load_run(
     Raises:
         ValueError: no run folder, no such checkpoint, or one that does not fit its recipe or holds no averages.
     """
-    from models.common.trained import load_trained
-    from models.gr00t_n17.inputs.mixed import load_processor
-    from models.gr00t_n17.lora import merge_lora
     from recipes.build import build_network, with_local_weights
 
     recipe = _recipe(run)
@@ -58,14 +52,13 @@ def load_run(
     file = run / PROCESSOR_FILE
     if not file.is_file():
         raise ValueError(f"{run} has no {PROCESSOR_FILE}; a run writes it before its first step")
-    processor = load_processor(json.loads(file.read_text()))
+    processor = family(recipe).load_processor(json.loads(file.read_text()))
     recipe = with_local_weights(_with_backbone(recipe))
     network = build_network(recipe)
     stored = read_checkpoint(path)
     if averaged and not any(name.startswith("ema.") for name in stored["state_dict"]):
         raise ValueError(f"{path} holds no averaged weights: the run was started without `ema`")
-    load_trained(network, stored, prefix="ema." if averaged else "network.")
-    merge_lora(network)
+    family(recipe).load_trained(network, stored, averaged=averaged)
     return TrainedRun(recipe=recipe, network=network, processor=processor, checkpoint=path, step=_step(path, stored))
 
 
@@ -146,14 +139,14 @@ def _with_backbone(recipe: Recipe) -> Recipe:
     """The recipe with the backbone of its first stage, which a run starts from; what is trained hides most of it."""
     from recipes.stages import BACKBONE_FILE, first_stage
 
-    first = first_stage(recipe)
-    if first is None:
+    first, model = first_stage(recipe), recipe.model
+    if first is None or not isinstance(model, GR00TN17ModelConfig):
         return recipe
     file = Path(first.run.dir) / BACKBONE_FILE
     if not file.is_file():
         logger.warning("the first stage's %s is gone; the digest of the frozen weights tells whether it matters", file)
         return recipe
-    return dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, backbone_weights=str(file)))
+    return dataclasses.replace(recipe, model=dataclasses.replace(model, backbone_weights=str(file)))
 
 
 def _is_whole(path: Path) -> bool:

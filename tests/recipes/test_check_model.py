@@ -230,7 +230,7 @@ def test_only_the_groups_in_use_must_fit_the_network(write_dataset, checkpoint: 
 
 
 def test_words_that_the_weights_know_keep_their_ids(write_dataset, checkpoint: Path, tmp_path: Path) -> None:
-    from recipes.build_processor import build_processor
+    from recipes.build import build_processor
     from recipes.sources import open_all
 
     copy = shutil.copytree(checkpoint, tmp_path / "copy")

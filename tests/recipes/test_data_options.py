@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recipes.build import loader_options
-from recipes.build_processor import build_processor
+from recipes.build import build_processor
 from recipes.check import checked
 from recipes.schema import Recipe
 from recipes.sources import open_all, training_part

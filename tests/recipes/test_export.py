@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from models.gr00t_n17.checkpoint.folder import CheckpointFolder, weight_files
-from models.gr00t_n17.checkpoint.trained import DIGEST_KEY, FrozenWeights
+from models.common.trained import DIGEST_KEY, FrozenWeights
 from recipes.build import build_network
-from recipes.build_processor import build_processor
+from recipes.build import build_processor
 from recipes.export import export_run
 from recipes.launch import main
 from recipes.load import load, to_dict

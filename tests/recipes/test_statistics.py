@@ -13,7 +13,7 @@ import knonik
 from knonik.write.lerobot import EpisodeData, write_lerobot
 from models.gr00t_n17.inputs.modality import Modalities
 from models.gr00t_n17.inputs.modality_sources import resolve
-from recipes.statistics import relative_statistics
+from recipes.families.gr00t_n17.statistics import relative_statistics
 
 LENGTHS, HORIZON = (12, 4, 15), 5
 
@@ -80,7 +80,7 @@ def test_they_are_kept_by_what_they_depend_on(
         assert relative_statistics(dataset, modalities(3))["arm"]["min"].shape == (3, 2)
         kept = sorted(tmp_path.rglob("relative-*.json"))
         assert len(kept) == 3
-        monkeypatch.setattr("recipes.statistics._computed", lambda *_: pytest.fail("computed again"))
+        monkeypatch.setattr("recipes.families.gr00t_n17.statistics._computed", lambda *_: pytest.fail("computed again"))
         again = relative_statistics(dataset, modalities())
         np.testing.assert_array_equal(again["arm"]["q01"], first["arm"]["q01"])
         monkeypatch.undo()

@@ -16,10 +16,10 @@ def memory_table(recipe: Recipe) -> str:
     from models.gr00t_n17.lora import LoraConfig, freeze_targets
     from models.gr00t_n17.memory import measure
     from models.gr00t_n17.network import GR00TN17
-    from recipes.build import model_config
-    from recipes.parts import slots
+    from recipes.families.gr00t_n17.build import model_config
+    from recipes.families.gr00t_n17.slots import model, slots
 
-    mode, lora = recipe.model.precision, recipe.model.lora
+    mode, lora = model(recipe).precision, model(recipe).lora
     with torch.device("meta"):
         network = GR00TN17(model_config(recipe), slots=None if mode == "stock" else slots(recipe))
     if lora is not None:

@@ -5,10 +5,12 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipes.check_checkpoint import architecture_problems, processor_problems, processor_settings
 from recipes.check_data import parsed_size
+from recipes.checkpoint_source import is_remote
+from recipes.families.gr00t_n17.check_checkpoint import architecture_problems, processor_problems, processor_settings
+from recipes.families.gr00t_n17.slots import model, slot
 from recipes.parse import misfits
-from recipes.parts import key, parts, slot
+from recipes.parts import key, parts
 from recipes.schema import Recipe
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ _FROZEN_BY_ADAPTERS = {
 def model_problems(recipe: Recipe) -> list[str]:
     """Problems of the `model` section, by itself and beside a checkpoint that lies on this machine."""
     from models.gr00t_n17.config import GR00TN17Config
-    from recipes.build import model_config
+    from recipes.families.gr00t_n17.build import model_config
 
     problems = [*_idle_keys(recipe), *_weights(recipe), *processor_problems(recipe)]
     wrong = misfits(GR00TN17Config, recipe.model.config, "model.config") or architecture_problems(recipe)
@@ -44,6 +46,16 @@ def model_problems(recipe: Recipe) -> list[str]:
     ]
 
 
+def data_problems(recipe: Recipe, ranks: int) -> list[str]:
+    """Keys outside of `model` that GR00T cannot do."""
+    problems = []
+    if model(recipe).flow_draws < 1:
+        problems.append(f"model.flow_draws: {model(recipe).flow_draws} is not positive and finite")
+    if recipe.data.pack_tokens is not None:
+        problems.append("data.pack_tokens: gr00t_n17 takes batches of so many samples; give data.batch_size alone")
+    return problems
+
+
 def _idle_keys(recipe: Recipe) -> list[str]:
     """Fields of a checkpoint's config that change nothing here; the processor has some under the same name."""
     from models.gr00t_n17.config import KEPT_ONLY
@@ -59,19 +71,12 @@ def _idle_keys(recipe: Recipe) -> list[str]:
 
 def _weights(recipe: Recipe) -> list[str]:
     """Paths that do not exist; whether a hub id or an object store has something is known when it is fetched."""
-    given = {"weights": recipe.model.weights, "backbone_weights": recipe.model.backbone_weights}
+    given = {"weights": recipe.model.weights, "backbone_weights": model(recipe).backbone_weights}
     return [
         f"model.{name}: {path!r} does not exist"
         for name, path in given.items()
         if path is not None and not is_remote(path) and not Path(path).exists()
     ]
-
-
-def is_remote(source: str) -> bool:
-    """Whether weights are named by an s3:// address or by what can be a hub id."""
-    from recipes.checkpoint_source import is_hub_id
-
-    return source.startswith("s3://") or (not Path(source).exists() and is_hub_id(source))
 
 
 def _horizon(recipe: Recipe, config: "GR00TN17Config") -> list[str]:
@@ -83,10 +88,10 @@ def _horizon(recipe: Recipe, config: "GR00TN17Config") -> list[str]:
 def _slots(recipe: Recipe, config: "GR00TN17Config") -> list[str]:
     """Embodiments that are unknown, whose slot the model does not have, or that one slot for all would overrule."""
     problems = []
-    if recipe.model.embodiment_id is not None and recipe.model.size != "tiny":
+    if model(recipe).embodiment_id is not None and recipe.model.size != "tiny":
         problems += [
             f"data.mixture[{number}].embodiment: {part.embodiment} would be overruled by model.embodiment_id = "
-            f"{recipe.model.embodiment_id}, one slot for every part; give embodiment_id in the part, or none at all"
+            f"{model(recipe).embodiment_id}, one slot for every part; give embodiment_id in the part, or none at all"
             for number, part in enumerate(recipe.data.mixture or ())
             if part.embodiment is not None and part.embodiment_id is None
         ]
@@ -105,14 +110,14 @@ def _slots(recipe: Recipe, config: "GR00TN17Config") -> list[str]:
 
 
 def _precision(recipe: Recipe, config: "GR00TN17Config") -> list[str]:
-    mode = recipe.model.precision
+    mode = model(recipe).precision
     if mode != "stock" and recipe.precision == "fp32":
         return [f"model.precision: {mode} computes under bfloat16 autocast; give precision=bf16-mixed, or stock"]
     return []
 
 
 def _lora(recipe: Recipe, config: "GR00TN17Config") -> list[str]:
-    lora = recipe.model.lora
+    lora = model(recipe).lora
     if lora is None:
         return []
     problems = []
@@ -140,7 +145,7 @@ def _lora(recipe: Recipe, config: "GR00TN17Config") -> list[str]:
 
 def _feature_cache(recipe: Recipe, config: "GR00TN17Config") -> list[str]:
     try:
-        limit = parsed_size(recipe.model.feature_cache)
+        limit = parsed_size(model(recipe).feature_cache)
     except ValueError as error:
         return [f"model.feature_cache: {error}"]
     if not limit:
@@ -150,7 +155,8 @@ def _feature_cache(recipe: Recipe, config: "GR00TN17Config") -> list[str]:
         f"model.feature_cache: the backbone changes with model.config.{name}={getattr(config, name)}; give 0"
         for name in trained
     ]
-    if recipe.model.lora is not None and {"llm", "vision"} & set(recipe.model.lora.targets):
+    lora = model(recipe).lora
+    if lora is not None and {"llm", "vision"} & set(lora.targets):
         problems.append("model.feature_cache: the backbone changes with adapters on llm or vision; give 0")
     return problems + _random_images(recipe, config)
 

@@ -3,10 +3,11 @@
 import math
 from typing import TYPE_CHECKING, Any
 
-from recipes.build import model_config
-from recipes.build_processor import group_settings
+from recipes.families.gr00t_n17.build import model_config
+from recipes.families.gr00t_n17.processor import group_settings
+from recipes.families.gr00t_n17.slots import DEFAULT_EMBODIMENT, checkpoint_folder
 from recipes.parse import nearest
-from recipes.parts import DEFAULT_EMBODIMENT, checkpoint_folder, key
+from recipes.parts import key
 from recipes.schema import Recipe
 from recipes.schema_data import PartConfig
 from recipes.schema_model import ActionGroupConfig

@@ -4,14 +4,15 @@ import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any
 
-from recipes.build import model_config
-from recipes.check_checkpoint import processor_settings
-from recipes.parts import DEFAULT_EMBODIMENT, checkpoint_folder, parts
+from recipes.families.gr00t_n17.build import model_config
+from recipes.families.gr00t_n17.check_checkpoint import processor_settings
+from recipes.families.gr00t_n17.slots import DEFAULT_EMBODIMENT, checkpoint_folder
+from recipes.families.gr00t_n17.statistics import relative_statistics
+from recipes.parts import parts
 from recipes.schema import Recipe
 from recipes.schema_data import PartConfig
 from recipes.schema_model import ModalityConfig
 from recipes.sources import batch_cameras, modality, own_cameras, span
-from recipes.statistics import relative_statistics
 
 if TYPE_CHECKING:
     from knonik import Dataset

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from recipes.families.gr00t_n17.slots import DEFAULT_EMBODIMENT, checkpoint_folder
 from recipes.load import flatten
 from recipes.parse import misfits
-from recipes.parts import DEFAULT_EMBODIMENT, checkpoint_folder, parts
+from recipes.parts import parts
 from recipes.schema import Recipe
 from recipes.schema_model import ModelConfig
 
@@ -66,7 +67,7 @@ def architecture_problems(recipe: Recipe) -> list[str]:
 
 def _weight_files(recipe: Recipe) -> list[str]:
     """Local files or folders without readable weights."""
-    from models.gr00t_n17.checkpoint.folder import weight_files
+    from models.common.weight_files import weight_files
 
     problems = []
     for name in ("weights", "backbone_weights"):

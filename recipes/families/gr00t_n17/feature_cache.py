@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from recipes.check_data import parsed_size
+from recipes.families.gr00t_n17.slots import model
 from recipes.load import RecipeError
 from recipes.parts import parts
 from recipes.schema import Recipe
@@ -27,11 +28,11 @@ def build_feature_cache(
     Raises:
         RecipeError: another pass over a sample would not give the same features.
     """
-    limit = parsed_size(recipe.model.feature_cache)
+    limit = parsed_size(model(recipe).feature_cache)
     if not limit:
         return None
     from knonik.cache import cache_root
-    from models.gr00t_n17.checkpoint.weights import weights_digest
+    from models.common.digest import weights_digest
     from models.gr00t_n17.feature_store import FeatureCache
     from models.gr00t_n17.features import cache_key, cache_problems
 
@@ -46,7 +47,7 @@ def build_feature_cache(
         images=processor.image_settings,
         cameras=seen,
         data=[fingerprint, recipe.data.transport],
-        precision=f"{recipe.precision} {recipe.model.precision}",
+        precision=f"{recipe.precision} {model(recipe).precision}",
         device=device_type,
     )
     return FeatureCache(cache_root(recipe.data.cache.dir) / FOLDER, limit, key)

@@ -94,6 +94,11 @@ class StoredTensors(Mapping[str, StoredTensor]):
         return self._open[1]
 
 
+def word_of(dtype: torch.dtype) -> str:
+    """What safetensors calls a dtype; of one that is no floating type PyTorch's own word."""
+    return next((word for word, value in _DTYPES.items() if value == dtype), str(dtype).removeprefix("torch."))
+
+
 def _opened(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt", device="cpu")

@@ -1,10 +1,10 @@
-"""The stock optimiser: AdamW with the usual two weight-decay groups, linear warm-up from 0, half-cosine to 0."""
+"""AdamW in groups of one weight decay and learning rate, and its learning rate over the steps."""
 
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ from models.common.split_adamw import SplitAdamW
 # and the `norm1.linear.weight` of the adaptive norms among them.
 _NO_DECAY_NAME = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", re.IGNORECASE)
 
+DecayOn = Literal["matrices", "all"]
+ScheduleKind = Literal["cosine", "linear"]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
@@ -25,11 +28,16 @@ class OptimizerConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 1e-5
+    weight_decay_on: DecayOn = "matrices"
+    """`matrices` spares norms and biases, see `decay_groups`; `all` spares nothing."""
+    lr_multipliers: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Learning rate of a part of the model as a multiple of `lr`; the model says which parts it has."""
     fused: bool = True
     """One kernel for the whole update; rounds differently from the stock loop over tensors."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))
+        object.__setattr__(self, "lr_multipliers", dict(self.lr_multipliers))
         if self.lr <= 0 or self.eps <= 0 or self.weight_decay < 0:
             raise ValueError(
                 f"optimizer.lr={self.lr}, eps={self.eps}, weight_decay={self.weight_decay}: "
@@ -37,19 +45,45 @@ class OptimizerConfig:
             )
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optimizer.betas={self.betas}: two numbers in [0, 1) are needed")
+        if self.weight_decay_on not in get_args(DecayOn):
+            raise ValueError(
+                f"optimizer.weight_decay_on={self.weight_decay_on!r}: one of {', '.join(get_args(DecayOn))}"
+            )
+        if not all(multiplier > 0 for multiplier in self.lr_multipliers.values()):
+            raise ValueError(f"optimizer.lr_multipliers={self.lr_multipliers}: multiples above 0 are needed")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Warm-up by steps or by a ratio of max_steps (0.05 when neither is given), then half-cosine to 0 at max_steps."""
+    """Learning rate over the steps, as a share of its peak.
+
+    `cosine`: warm-up by steps or by a ratio of max_steps (0.05 when neither is given), then half a cosine to 0 at
+    max_steps. `linear`: from 1 at the first step on a straight line that reaches 0 at cycle_steps; no warm-up.
+    """
 
     max_steps: int
+    kind: ScheduleKind = "cosine"
     warmup_steps: int | None = None
     warmup_ratio: float | None = None
+    cycle_steps: int | None = None
+    """Of `linear`; None means max_steps. Beyond them the run ends before its learning rate is 0."""
 
     def __post_init__(self) -> None:
         if self.max_steps < 1:
             raise ValueError(f"schedule.max_steps={self.max_steps}: at least 1 step is needed")
+        if self.kind not in get_args(ScheduleKind):
+            raise ValueError(f"schedule.kind={self.kind!r}: one of {', '.join(get_args(ScheduleKind))}")
+        if self.kind == "linear" and (self.warmup_steps or self.warmup_ratio):
+            raise ValueError("schedule.kind=linear has no warm-up: leave warmup_steps and warmup_ratio out")
+        if self.kind != "linear" and self.cycle_steps is not None:
+            raise ValueError(
+                f"schedule.cycle_steps is read with kind=linear only, and kind={self.kind}: set it to null"
+            )
+        if self.cycle_steps is not None and self.cycle_steps < self.max_steps:
+            raise ValueError(
+                f"schedule.cycle_steps={self.cycle_steps}: the learning rate would be 0 before "
+                f"max_steps={self.max_steps}"
+            )
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             raise ValueError("schedule.warmup_steps and schedule.warmup_ratio are both set; keep one of them")
         if not 0 <= self.warmup <= self.max_steps:
@@ -58,12 +92,16 @@ class ScheduleConfig:
     @property
     def warmup(self) -> int:
         """Number of warm-up steps."""
+        if self.kind == "linear":
+            return 0
         if self.warmup_steps is not None:
             return self.warmup_steps
         return math.ceil((0.05 if self.warmup_ratio is None else self.warmup_ratio) * self.max_steps)
 
     def factor(self, step: int) -> float:
         """Share of the peak learning rate at optimiser step `step`, counted from 0 (where it is 0 with any warm-up)."""
+        if self.kind == "linear":
+            return max(0.0, 1.0 - step / (self.cycle_steps or self.max_steps))
         if step < self.warmup:
             return step / self.warmup
         progress = (step - self.warmup) / max(1, self.max_steps - self.warmup)
@@ -94,20 +132,59 @@ def decay_groups(module: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, 
     return decay, no_decay
 
 
-def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW | SplitAdamW:
-    """AdamW over the trainable parameters of `module` in two groups; in its split form where some are bfloat16."""
+def build_optimizer(
+    module: nn.Module, config: OptimizerConfig, parts: Mapping[str, Sequence[str]] | None = None
+) -> torch.optim.AdamW | SplitAdamW:
+    """AdamW over the trainable parameters of `module`; in its split form where some are bfloat16.
+
+    Two groups, with and without weight decay, and as many again for each part with a learning rate of its own; such
+    groups carry the name of the part as `part`.
+
+    Args:
+        parts: what `config.lr_multipliers` may name: beginnings of the names of that part's parameters.
+
+    Raises:
+        ValueError: nothing is trained, or a multiplier is for a part that the model has not or does not train.
+    """
     decay, no_decay = decay_groups(module)
     if not decay and not no_decay:
         raise ValueError("nothing to train: every parameter is frozen; set one of the tune_* switches of the model")
-    groups: list[dict[str, Any]] = [
-        {"params": list(decay.values()), "weight_decay": config.weight_decay},
-        {"params": list(no_decay.values()), "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    if config.weight_decay_on == "all":
+        decay, no_decay = {n: p for n, p in module.named_parameters() if p.requires_grad}, {}
+    groups: list[dict[str, Any]] = []
+    multipliers = _multipliers(config, parts or {}, [*decay, *no_decay])
+    for part, multiplier in [(None, 1.0), *multipliers.items()]:
+        for members, weight_decay in ((decay, config.weight_decay), (no_decay, 0.0)):
+            params = [p for name, p in members.items() if _part_of(name, config, parts or {}) == part]
+            own = {} if part is None else {"part": part, "lr": config.lr * multiplier}
+            if params:
+                groups.append({"params": params, "weight_decay": weight_decay, **own})
     options: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": config.fused}
     if any(parameter.dtype == torch.bfloat16 for parameter in (*decay.values(), *no_decay.values())):
         return SplitAdamW(groups, **options)
     return adamw(groups, **options)
+
+
+def _multipliers(
+    config: OptimizerConfig, parts: Mapping[str, Sequence[str]], trained: Sequence[str]
+) -> Mapping[str, float]:
+    """The config's multipliers, each of which must be for something that is trained."""
+    for part in config.lr_multipliers:
+        if part not in parts:
+            raise ValueError(f"optimizer.lr_multipliers.{part}: this model names {sorted(parts) or 'no parts'}")
+        if not any(name.startswith(tuple(parts[part])) for name in trained):
+            raise ValueError(f"optimizer.lr_multipliers.{part}: nothing of that part is trained")
+    return config.lr_multipliers
+
+
+def _part_of(name: str, config: OptimizerConfig, parts: Mapping[str, Sequence[str]]) -> str | None:
+    """The part with a learning rate of its own that a parameter belongs to."""
+    return next((part for part in config.lr_multipliers if name.startswith(tuple(parts[part]))), None)
+
+
+def rates_by_part(optimizer: torch.optim.Optimizer) -> dict[str | None, float]:
+    """Present learning rate of every part that has its own, and under None that of all others."""
+    return {group.get("part"): group["lr"] for group in optimizer.param_groups}
 
 
 def adamw(parameters: Any, **options: Any) -> torch.optim.AdamW:

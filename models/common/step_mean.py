@@ -23,18 +23,18 @@ class StepMean:
         """Begin a step."""
         self._sums = None
 
-    def add(self, error: Tensor, weight: Tensor) -> None:
-        """Take in one micro-batch: its summed error and the size of its mask, scalars on one device."""
-        sums = torch.stack([error.detach().float(), weight.detach().float()])
+    def add(self, error: Tensor, weight: Tensor, *parts: Tensor) -> None:
+        """Take in one micro-batch: its summed error, its weight, and sums of parts of the error; on one device."""
+        sums = torch.stack([value.detach().float() for value in (error, weight, *parts)])
         self._sums = sums if self._sums is None else self._sums + sums
 
-    def totals(self) -> tuple[Tensor, Tensor]:
-        """Summed error and mask of the step over all ranks: a collective of two numbers, for every rank to call."""
+    def totals(self) -> tuple[Tensor, ...]:
+        """What was added in the step, summed over all ranks: a small collective, for every rank to call."""
         assert self._sums is not None, "a step has at least one micro-batch"
         sums = self._sums.clone()
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(sums)
-        return sums[0], sums[1]
+        return sums.unbind()
 
 
 def gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:

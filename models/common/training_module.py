@@ -2,8 +2,8 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from models.common import draws
 from models.common.ema import Ema, without_averages
+from models.common.finite import FiniteGuard
 from models.common.lookahead import Lookahead, next_drawn
 from models.common.mesh import sharded_modules
 from models.common.optim import (
@@ -19,6 +20,7 @@ from models.common.optim import (
     apply_settings,
     build_optimizer,
     from_options,
+    rates_by_part,
     settings_of,
 )
 from models.common.step_mean import StepMean, gradients, scale_, total_norm
@@ -27,6 +29,16 @@ from models.common.step_options import Lookahead as LookaheadChoice
 from models.common.trained import FrozenWeights
 
 logger = logging.getLogger(__name__)
+
+
+class Loss(NamedTuple):
+    """Of a micro-batch, scalars on its device."""
+
+    mean: Tensor
+    weight: Tensor
+    """By how much it counts beside others in the mean of a step."""
+    parts: Mapping[str, Tensor] = {}
+    """Means of what it is made of, for the log."""
 
 
 class TrainingModule(LightningModule):
@@ -39,6 +51,7 @@ class TrainingModule(LightningModule):
         schedule: max_steps and warmup_steps or warmup_ratio.
         lookahead: `stream` runs the frozen part of the next micro-batch beside the trained part of this one.
         ema: average of the trained weights over the steps; `averaged` puts it in.
+        nonfinite_patience: take gradients that are no numbers as 0, for that many steps in a row; None lets them pass.
     """
 
     def __init__(
@@ -50,6 +63,7 @@ class TrainingModule(LightningModule):
         schedule: ScheduleConfig | Mapping[str, Any],
         lookahead: LookaheadChoice = "none",
         ema: EmaConfig | Mapping[str, Any] | None = None,
+        nonfinite_patience: int | None = None,
     ) -> None:
         super().__init__()
         self.network: Any = network
@@ -59,9 +73,11 @@ class TrainingModule(LightningModule):
         self._last_step = -1
         self._micro_batch = 0
         self._mean = StepMean()
+        self._part_names: tuple[str, ...] = ()
         self._factor: Tensor | None = None
         self._settings: list[dict[str, Any]] = []
         self._frozen = FrozenWeights(network)
+        self._finite = None if nonfinite_patience is None else FiniteGuard(nonfinite_patience)
         self.lookahead = lookahead
         self._ahead: Lookahead | None = None
         self.ema = None if ema is None else Ema(from_options(EmaConfig, ema, "ema"))
@@ -69,8 +85,11 @@ class TrainingModule(LightningModule):
 
     # what a model says
 
-    def mean_and_weight(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Mean loss of a micro-batch, and by how much it counts beside others in the mean of a step; scalars."""
+    optimizer_parts: Mapping[str, Sequence[str]] = {}
+    """Parts that may have a learning rate of their own, by the beginnings of their parameters' names."""
+
+    def micro_batch_loss(self, inputs: Mapping[str, Any]) -> Loss:
+        """Loss of one micro-batch."""
         raise NotImplementedError
 
     def shard_network(self, mesh: Any, policy: Any) -> None:
@@ -132,9 +151,10 @@ class TrainingModule(LightningModule):
         torch.manual_seed(
             draws.stream_key(self.seed, "step", self.global_step, self._micro_batch, self.global_rank) >> 1
         )
-        mean, weight = self.mean_and_weight(inputs)
+        mean, weight, parts = self.micro_batch_loss(inputs)
         error = mean * weight
-        self._mean.add(error, weight)
+        self._part_names = tuple(parts)
+        self._mean.add(error, weight, *(part * weight for part in parts.values()))
         self._look_ahead()
         if self._shares() == 1:
             return mean
@@ -158,7 +178,7 @@ class TrainingModule(LightningModule):
         return inputs  # type: ignore[no-any-return]
 
     def configure_optimizers(self) -> dict[str, Any]:
-        optimizer = build_optimizer(self.network, self.optimizer_config)
+        optimizer = build_optimizer(self.network, self.optimizer_config, self.optimizer_parts)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.schedule_config.factor(step))
         self._settings = settings_of(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step", "frequency": 1}}
@@ -186,15 +206,18 @@ class TrainingModule(LightningModule):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the loss of the step and find what its gradient must be divided by."""
-        error, weight = self._mean.totals()
+        error, weight, *parts = self._mean.totals()
         # never to Lightning's progress bar: it fetches such a value from the device in every step, drawn or not
         self.log("train/loss", error / weight, on_step=True, on_epoch=False)
+        for name, part in zip(self._part_names, parts, strict=True):
+            self.log(f"train/loss/{name}", part / weight, on_step=True, on_epoch=False)
         # Lightning has divided by the number of micro-batches and the strategy by that of ranks.
         shares = self._shares()
         self._factor = shares / weight if shares > 1 else None
-        # a tensor on the CPU: Lightning would copy a plain number to the device, which waits for it in every step
-        rate = torch.tensor(optimizer.param_groups[0]["lr"])
-        self.log("train/lr", rate, on_step=True, on_epoch=False)
+        for part, rate in rates_by_part(optimizer).items():
+            # a tensor on the CPU: Lightning would copy a plain number to the device, which waits for it in every step
+            name = "train/lr" if part is None else f"train/lr/{part}"
+            self.log(name, torch.tensor(rate), on_step=True, on_epoch=False)
 
     def configure_gradient_clipping(
         self,
@@ -210,6 +233,10 @@ class TrainingModule(LightningModule):
         factor, limit = self._factor, gradient_clip_val or 0.0
         if gradient_clip_algorithm not in (None, "norm"):
             raise ValueError(f"gradient_clip_algorithm={gradient_clip_algorithm!r}: gradients are clipped by norm only")
+        if self._finite is not None:
+            self._finite.repair_(grads)
+            if self._writes_metrics() and self._finite.total is not None:
+                self.log("train/nonfinite_steps", self._finite.total, on_step=True, on_epoch=False)
         if limit > 0 or self._writes_metrics():
             norm = total_norm(grads) * (1.0 if factor is None else factor)
             if self._writes_metrics():

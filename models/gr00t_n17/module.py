@@ -14,7 +14,7 @@ from models.common.optim import OptimizerConfig, ScheduleConfig
 from models.common.step_options import EmaConfig
 from models.common.step_options import Graphs as GraphsChoice
 from models.common.step_options import Lookahead as LookaheadChoice
-from models.common.training_module import TrainingModule
+from models.common.training_module import Loss, TrainingModule
 from models.gr00t_n17.ahead import frozen_layers, lookahead_problem, run_frozen
 from models.gr00t_n17.feature_store import FeatureCache
 from models.gr00t_n17.flops import step_flops
@@ -90,13 +90,13 @@ class GR00TN17Module(TrainingModule):
                 self._head_graphs = HeadGraphs(head.loss, head, CudaCapture(), accumulates=accumulates)
                 head.loss = self._head_graphs  # type: ignore[method-assign, assignment]
 
-    def mean_and_weight(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Mean over all unmasked entries of the chunks, and how many there are."""
+    def micro_batch_loss(self, inputs: Mapping[str, Any]) -> Loss:
+        """Mean over all unmasked entries of the chunks; it counts by how many they are."""
         noise, time = self.flow_variables(inputs["position"])
         mean = self._loss(inputs, noise, time)
         self._last_shapes = self._shapes(inputs)
         weight = inputs["action_mask"].sum(dtype=torch.float32) * self.flow_draws + 1e-6  # what the mean was divided by
-        return mean, weight
+        return Loss(mean, weight)
 
     def _loss(self, inputs: Mapping[str, Any], noise: Tensor, time: Tensor) -> Tensor:
         """Mean loss of a micro-batch; the backbone runs where its features are not there yet."""

@@ -13,6 +13,7 @@ from models.common.optim import (
     build_optimizer,
     decay_groups,
     from_options,
+    rates_by_part,
     settings_of,
 )
 from models.gr00t_n17.config import GR00TN17Config
@@ -44,6 +45,10 @@ def test_warmup_is_rounded_up_and_defaults_to_the_stock_ratio() -> None:
         ({"max_steps": 10, "warmup_steps": 11}, "11 warm-up steps"),
         ({"max_steps": 10, "warmup_steps": 1, "warmup_ratio": 0.1}, "both set"),
         ({"max_steps": 10, "warmup": 1}, r"schedule: unknown keys \['warmup'\]"),
+        ({"max_steps": 10, "kind": "step"}, "kind='step': one of cosine, linear"),
+        ({"max_steps": 10, "cycle_steps": 20}, "cycle_steps is read with kind=linear only"),
+        ({"max_steps": 10, "kind": "linear", "warmup_steps": 2}, "no warm-up"),
+        ({"max_steps": 10, "kind": "linear", "cycle_steps": 9}, "cycle_steps=9: the learning rate would be 0"),
     ],
 )
 def test_bad_schedules_name_the_key(options: dict, message: str) -> None:
@@ -130,3 +135,64 @@ def test_a_restored_optimizer_follows_the_new_settings() -> None:
         assert new_schedule.get_last_lr() == [5e-3 * schedule.factor(step)] * 2
         new.step()
         new_schedule.step()
+
+
+def test_linear_schedule_is_a_straight_line_to_the_end_of_its_cycle() -> None:
+    schedule = ScheduleConfig(max_steps=10_000, kind="linear", cycle_steps=100_000)
+    assert schedule.warmup == 0
+    for step in (0, 1, 2_500, 9_999, 10_000):
+        assert 8e-5 * schedule.factor(step) == pytest.approx(2e-4 * 0.4 * (100_000 - step) / 100_000, rel=1e-12)
+    assert 8e-5 * schedule.factor(10_000) == pytest.approx(7.2e-5)
+    whole = ScheduleConfig(max_steps=10, kind="linear")
+    assert [whole.factor(step) for step in (0, 5, 10, 11)] == [1.0, 0.5, 0.0, 0.0]
+
+
+def parted() -> nn.Module:
+    model = nn.ModuleDict({"body": nn.Linear(2, 2), "head": nn.Linear(2, 2), "frozen": nn.Linear(2, 2)})
+    model["frozen"].requires_grad_(False)
+    return model
+
+
+PARTS = {"heads": ("head.",), "frozen": ("frozen.",)}
+
+
+def test_a_part_has_its_own_learning_rate_all_the_way_down_the_schedule() -> None:
+    model = parted()
+    config = OptimizerConfig(lr=8e-5, weight_decay=0.05, weight_decay_on="all", lr_multipliers={"heads": 5.0})
+    optimizer = build_optimizer(model, config, PARTS)
+    assert [(len(g["params"]), g["weight_decay"], g.get("part")) for g in optimizer.param_groups] == [
+        (2, 0.05, None),
+        (2, 0.05, "heads"),
+    ]
+    schedule = ScheduleConfig(max_steps=100, kind="linear", cycle_steps=1000)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor)
+    for step in range(100):
+        rates = rates_by_part(optimizer)
+        assert rates[None] == pytest.approx(8e-5 * (1 - step / 1000))
+        assert rates["heads"] == pytest.approx(4e-4 * (1 - step / 1000))
+        optimizer.step()
+        scheduler.step()
+
+
+def test_without_multipliers_groups_are_as_they_always_were() -> None:
+    model = parted()
+    plain, asked = (build_optimizer(model, OptimizerConfig(), parts) for parts in (None, PARTS))
+    assert [g["params"] for g in plain.param_groups] == [g["params"] for g in asked.param_groups]
+    assert all("part" not in group for group in asked.param_groups)
+    kept = build_optimizer(model, OptimizerConfig(lr_multipliers={"heads": 2.0}, weight_decay=0.1), PARTS)
+    found = [(g.get("part"), g["weight_decay"], g["lr"]) for g in kept.param_groups]
+    assert found == [(None, 0.1, 1e-4), (None, 0.0, 1e-4), ("heads", 0.1, 2e-4), ("heads", 0.0, 2e-4)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr_multipliers": {"tail": 5.0}}, r"lr_multipliers\.tail: this model names \['frozen', 'heads'\]"),
+        ({"lr_multipliers": {"frozen": 5.0}}, r"lr_multipliers\.frozen: nothing of that part is trained"),
+        ({"lr_multipliers": {"heads": 0.0}}, "multiples above 0"),
+        ({"weight_decay_on": "biases"}, "weight_decay_on='biases': one of matrices, all"),
+    ],
+)
+def test_optimizer_values_that_cannot_be_met_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_optimizer(parted(), OptimizerConfig(**options), PARTS)

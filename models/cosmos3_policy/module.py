@@ -1,0 +1,109 @@
+"""The Cosmos-3 policy under Lightning: one step from videos and captions to the loss of both parts."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from models.common.optim import OptimizerConfig, ScheduleConfig, from_options
+from models.common.step_options import EmaConfig
+from models.common.step_options import Lookahead as LookaheadChoice
+from models.common.training_module import Loss, TrainingModule
+from models.cosmos3_policy.network import Cosmos3Policy, Understanding
+from models.cosmos3_policy.objective import Flow, ObjectiveConfig, losses, noised
+from models.cosmos3_policy.parallelize import ACTION_HEADS, shard
+from models.cosmos3_policy.vision.canvas import crop_latents
+
+
+class Prepared(NamedTuple):
+    """What a step needs of its frozen parts."""
+
+    flow: Flow
+    understanding: Understanding
+
+
+class Cosmos3PolicyModule(TrainingModule):
+    """Training of a built network on the dicts of `Cosmos3Processor.to_network`.
+
+    Args:
+        network: the model; its `requires_grad` flags say what is trained.
+        vae: frozen, with `encode`: video uint8 [N, 3, F, H, W] -> normalised latents [N, C, T, H / 16, W / 16]. It is
+            no part of the module's state.
+        seed: noise and its level are functions of (seed, position).
+        optimizer: as for `TrainingModule`; `lr_multipliers` may name `action_heads`.
+        schedule, lookahead, ema, nonfinite_patience: as for `TrainingModule`. Ahead of a step run the video encoder,
+            the noise and the caption tower.
+        objective: shift of the noise levels, weights of the two losses.
+    """
+
+    network: Cosmos3Policy
+    optimizer_parts: ClassVar = {"action_heads": ACTION_HEADS}
+
+    def __init__(
+        self,
+        network: Cosmos3Policy,
+        vae: Any,
+        *,
+        seed: int,
+        optimizer: OptimizerConfig | Mapping[str, Any],
+        schedule: ScheduleConfig | Mapping[str, Any],
+        lookahead: LookaheadChoice = "none",
+        ema: EmaConfig | Mapping[str, Any] | None = None,
+        objective: ObjectiveConfig | Mapping[str, Any] | None = None,
+        nonfinite_patience: int | None = 100,
+    ) -> None:
+        super().__init__(
+            network,
+            seed=seed,
+            optimizer=optimizer,
+            schedule=schedule,
+            lookahead=lookahead,
+            ema=ema,
+            nonfinite_patience=nonfinite_patience,
+        )
+        self.objective: ObjectiveConfig = from_options(ObjectiveConfig, objective or {}, "objective")
+        self._vae = (vae,)  # in a tuple it is no submodule, whatever its class is
+
+    def shard_network(self, mesh: Any, policy: Any) -> None:
+        shard(self.network, mesh, policy)
+
+    def frozen_part(self) -> Callable[[Mapping[str, Any]], Any] | str:
+        return self.prepare
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        self._vae[0].to(self.trainer.strategy.root_device)
+
+    def micro_batch_loss(self, inputs: Mapping[str, Any]) -> Loss:
+        """Mean over the samples; a pack counts by how many it holds."""
+        flow, understanding = self.prepare(inputs) if self._ahead is None else self._ahead.result(inputs)
+        vision, action = losses(self.network.generate(flow.packed, understanding), flow)
+        vision, action = vision.mean(), action.mean()
+        mean = self.objective.vision_weight * vision + self.objective.action_weight * action
+        return Loss(mean, mean.new_full((), len(flow.packed)), {"vision": vision, "action": action})
+
+    @torch.no_grad()
+    def prepare(self, inputs: Mapping[str, Any]) -> Prepared:
+        """Everything before the trained tower; depends on no trained weight and on no generator's state."""
+        flow = noised(
+            self.latents(inputs),
+            inputs["action"],
+            seed=self.seed,
+            position=inputs["position"],
+            shift=self.objective.shift,
+            action_dim=inputs["action_dim"],
+            text_ids=inputs["text_ids"],
+            text_lengths=inputs["text_lengths"],
+            domain=inputs["domain"],
+            fps=inputs["fps"],
+        )
+        return Prepared(flow, self.network.understand(flow.packed))
+
+    @torch.no_grad()
+    def latents(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Latents float32 [N, C, T, H, W] of the videos, without those of the canvas around the picture."""
+        video = inputs["video"]
+        with torch.autocast(video.device.type, enabled=False):  # the encoder has its own precision
+            latents = self._vae[0].encode(video)
+        return crop_latents(latents, inputs["content_size"]).float()

@@ -7,13 +7,15 @@ import lightning.pytorch as pl
 import torch
 
 from knonik.batches.batch import Batch
+from knonik.batches.costs import Tokens
+from knonik.batches.finish import Transform
 from knonik.batches.parts import FramePrefix
 from knonik.dataset import Dataset
-from knonik.loader import Loader, Transform, default_threads
+from knonik.loader import Loader, default_threads
 from knonik.order.mixture import Mixture
 from knonik.order.plan import Offsets
 
-DeviceTransform = Callable[[Batch], dict[str, torch.Tensor]]
+DeviceTransform = Callable[[Batch], dict[str, Any]]
 
 
 class DataModule(pl.LightningDataModule):
@@ -46,6 +48,9 @@ class DataModule(pl.LightningDataModule):
         action: Sequence[str] = ("action",),
         decode_threads: int | None = None,
         ring_batches: int | None = None,
+        ring_bytes: int | None = None,
+        pack_tokens: int | None = None,
+        pack_cost: Tokens | None = None,
         order: str = "exact",
         block_window: int = 1024,
         lanes: int = 8,
@@ -73,6 +78,9 @@ class DataModule(pl.LightningDataModule):
             "state": state,
             "action": action,
             "ring_batches": ring_batches,
+            "ring_bytes": ring_bytes,
+            "pack_tokens": pack_tokens,
+            "pack_cost": pack_cost,
             "order": order,
             "block_window": block_window,
             "lanes": lanes,

@@ -10,33 +10,30 @@ import hashlib
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
-
-import torch
 
 from knonik.batches.bad_samples import BadSample, BadSamples
 from knonik.batches.batch import Batch
 from knonik.batches.buffers import BufferPool
+from knonik.batches.costs import SampleCosts, Tokens
+from knonik.batches.finish import Finish, Transform
 from knonik.batches.gather import Gather
 from knonik.batches.hold import Hold
-from knonik.batches.parts import Cameras, FramePrefix, OpenPart, PictureSpec, check_decoded, open_parts, picture_specs
+from knonik.batches.parts import Cameras, FramePrefix, OpenPart, check_decoded, open_parts, picture_specs
 from knonik.batches.pictures import Pictures
 from knonik.batches.pipeline import LoaderError, Pipeline
+from knonik.batches.ring import ring_size
 from knonik.batches.stages import Stage
 from knonik.dataset import Dataset
 from knonik.order.mixture import Mixture, Part
-from knonik.order.plan import BatchPlan, Offsets, Planner
-from knonik.video.colour import Planes
+from knonik.order.packs import PackPlanner, Packs
+from knonik.order.plan import Offsets, Planner
 
 __all__ = ["Loader", "LoaderError"]
 
-Transform = Callable[[Batch], dict[str, torch.Tensor]]
 _MAX_DEFAULT_THREADS = 8
-_RING_BYTES = 256 << 20  # pictures of a default ring: some tenths of a second of decoding, against uneven machines
-_RING_BATCHES = (3, 16)
 _LOOKAHEAD_BATCHES = 256
 
 
@@ -62,6 +59,9 @@ class Loader:
             for which a consumer does nothing but wait, one thread more decodes.
         ring_batches: batches being made or ready at any time; bounds memory. None = what 256 MB of pictures hold, at
             least 3 and at most 16: small batches need more of them to even out an uneven machine.
+        ring_bytes: bound of their pictures; two batches must fit. None = half of the machine's memory.
+        pack_tokens, pack_cost: batches are packs of as many tokens at most, of `batch_size` samples at most; pack_cost
+            says the tokens of each sample of a batch without pictures. See `knonik.order.packs`.
         shuffle: False gives the stored order.
         pin_memory: make each batch in page-locked memory, for asynchronous copies to a GPU.
         order: `exact`: a permutation of all samples. `blocks`: for long GOPs, each decoded once; see
@@ -103,6 +103,9 @@ class Loader:
         transform: Transform | None = None,
         decode_threads: int | None = None,
         ring_batches: int | None = None,
+        ring_bytes: int | None = None,
+        pack_tokens: int | None = None,
+        pack_cost: Tokens | None = None,
         shuffle: bool = True,
         pin_memory: bool = False,
         order: str = "exact",
@@ -140,7 +143,11 @@ class Loader:
         ):
             if value is not None and value < least:
                 raise ValueError(f"{name}={value} is not allowed; give {least} or more")
-        self._planner = Planner(
+        if (pack_tokens is None) != (pack_cost is None):
+            raise ValueError("pack_tokens and pack_cost go together: a budget, and what counts against it")
+        if pack_tokens is not None and order != "exact":
+            raise ValueError(f"pack_tokens does not go with order={order!r}: packs are runs of the exact order")
+        planner = Planner(
             source,
             batch_size=batch_size,
             seed=seed,
@@ -156,6 +163,10 @@ class Loader:
         )
         self._source, self._seed = source, seed
         self._gather = Gather(source, windows=windows, state=state, action=action)
+        self._planner: Planner | PackPlanner = planner
+        if pack_tokens is not None and pack_cost is not None:
+            packs = Packs(SampleCosts(planner, self._gather, pack_cost), budget=pack_tokens, most=batch_size)
+            self._planner = PackPlanner(planner, packs, rank=rank, world_size=world_size)
         self._parts: list[tuple[Dataset, Cameras]] = [
             (part.dataset, {name: key for name in cameras if (key := part.camera(name)) is not None})
             for part in mixture.parts
@@ -172,12 +183,14 @@ class Loader:
         self._bad_samples = BadSamples(on_bad_sample, max_share=max_bad_share, num_anchors=self._planner.num_anchors)
         self._transform, self._pin_memory = transform, pin_memory
         # torchrun tells how many ranks share this machine; without it all of them may.
-        self._threads = decode_threads or default_threads(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
-        batch_bytes = batch_size * sum(spec.num_bytes * len(windows[name]) for name, spec in self._specs.items())
-        self._ring_batches = ring_batches or min(
-            max(_RING_BYTES // max(1, batch_bytes), *_RING_BATCHES[:1]), _RING_BATCHES[1]
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        self._threads = decode_threads or default_threads(local_ranks)
+        sample_bytes = sum(spec.num_bytes * len(windows[name]) for name, spec in self._specs.items())
+        self._ring_batches = ring_size(
+            batch_size, sample_bytes, ring_batches=ring_batches, ring_bytes=ring_bytes, local_ranks=local_ranks
         )
-        self._batch_bytes, self._hold_bytes = batch_bytes, hold_bytes
+        batch_bytes = batch_size * sample_bytes
+        self._batch_size, self._batch_bytes, self._hold_bytes = batch_size, batch_bytes, hold_bytes
         self._holds = self._planner.reuse_batches > 1 and not decoded_bytes
         # Samples that wait for their turn, and those of the batches decoded just now.
         held = (self._planner.held_samples + 2 * batch_size) * batch_bytes // batch_size
@@ -208,7 +221,7 @@ class Loader:
         if self.manual_acknowledge:
             self._given.append(batch)
         else:
-            self._position = batch.begin + self._planner.global_batch
+            self._position = batch.end
         return batch
 
     def acknowledge(self, batch: Batch) -> None:
@@ -218,7 +231,7 @@ class Loader:
         while self._given[0].begin != batch.begin:
             self._given.popleft()
         self._given.popleft()
-        self._position = batch.begin + self._planner.global_batch
+        self._position = batch.end
 
     @property
     def num_anchors(self) -> int:
@@ -311,12 +324,13 @@ class Loader:
                 decoded_limit=self._decoded_bytes,
                 **self._transport_options,
             )
-            finish = _Finish(self._gather, self._specs, self._transform)
+            finish = Finish(self._gather, self._specs, self._transform)
             local = all(dataset.store.is_local for dataset, _ in self._parts)
             self._pipeline = Pipeline(
                 self._planner,
                 self._pictures(parts),
                 begin=self._position,
+                capacity=self._batch_size,
                 specs={camera: spec.frame for camera, spec in self._specs.items()},
                 buffers=BufferPool(keep=(self._ring_batches + 1) * len(self._specs), pin_memory=self._pin_memory),
                 finish=finish.batch,
@@ -347,29 +361,6 @@ class Loader:
 
 def _of_all(values: Sequence[str]) -> str:
     return values[0] if len(set(values)) == 1 else hashlib.sha256("\0".join(values).encode()).hexdigest()[:16]
-
-
-class _Finish:
-    """The last steps of a batch; holds no reference to the loader."""
-
-    def __init__(self, gather: Gather, specs: Mapping[str, PictureSpec], transform: Transform | None) -> None:
-        self._gather, self._specs, self._transform = gather, specs, transform
-
-    def batch(self, plan: BatchPlan, images: Mapping[str, torch.Tensor]) -> Batch:
-        named: dict[str, Any] = {camera: self._named(camera, data) for camera, data in images.items()}
-        return self._gather.batch(plan, named)
-
-    def _named(self, camera: str, data: torch.Tensor) -> torch.Tensor | Planes:
-        spec = self._specs[camera]
-        if spec.colour is None:
-            return data
-        return Planes(data=data, height=spec.size[0], width=spec.size[1], spec=spec.colour)
-
-    def inputs(self, batch: Batch) -> Batch:
-        return batch if self._transform is None else replace(batch, inputs=self._transform(batch))
-
-    def pinned(self, batch: Batch) -> Batch:
-        return self.inputs(batch).pin_memory()
 
 
 def default_threads(local_ranks: int) -> int:

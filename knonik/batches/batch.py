@@ -25,7 +25,8 @@ class Batch:
         frame: int64 [B], anchor step inside the episode.
         position: int64 [B], place in the endless global order (epoch * epoch length + index in the epoch).
         begin: global position of the first sample of the batch over all ranks; names the batch.
-        inputs: what the loader's `transform` made of this batch.
+        end: global position at which the next batch begins.
+        inputs: what the loader's `transform` made of this batch; values that are no tensors stay on the host.
     """
 
     images: dict[str, Any]  # torch.Tensor or Planes
@@ -38,7 +39,8 @@ class Batch:
     frame: torch.Tensor
     position: torch.Tensor
     begin: int = 0
-    inputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    end: int = 0
+    inputs: dict[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.text)
@@ -63,5 +65,7 @@ class Batch:
             if isinstance(value, torch.Tensor):
                 changed[item.name] = move(value)
             elif isinstance(value, dict):
-                changed[item.name] = {key: move(tensor) for key, tensor in value.items()}
+                changed[item.name] = {
+                    key: move(each) if isinstance(each, torch.Tensor | Planes) else each for key, each in value.items()
+                }
         return replace(self, **changed)

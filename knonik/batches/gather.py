@@ -81,6 +81,7 @@ class Gather:
             frame=torch.from_numpy(plan.frames),
             position=torch.from_numpy(plan.positions),
             begin=plan.begin,
+            end=plan.end,
         )
 
     def close(self) -> None:

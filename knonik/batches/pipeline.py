@@ -44,10 +44,6 @@ class Plans(Protocol):
     """What the pipeline needs of a planner."""
 
     @property
-    def global_batch(self) -> int:
-        """Samples of a batch over all ranks."""
-
-    @property
     def reuse_batches(self) -> int:
         """Batches over which the samples of one GOP are spread."""
 
@@ -95,7 +91,8 @@ class Pipeline:
         buffers: where the batches' memory comes from.
         finish: turns a plan and its images [B, T, *shape] into a batch.
         transform: last step of a batch.
-        batch_bytes: pictures of a batch.
+        capacity: samples a batch may have; memory is taken for as many, so that batches of any size share it.
+        batch_bytes: pictures of a batch of as many.
         bad_samples: what to do about samples that cannot be made.
         lookahead_batches: batches planned and announced beyond those in the ring, at most.
     """
@@ -106,6 +103,7 @@ class Pipeline:
         pictures: Pictures,
         *,
         begin: int,
+        capacity: int,
         specs: Mapping[str, FrameSpec],
         buffers: BufferPool,
         finish: Callable[[BatchPlan, dict[str, torch.Tensor]], Batch],
@@ -117,7 +115,7 @@ class Pipeline:
         lookahead_batches: int,
         stages: Mapping[str, Stage],
     ) -> None:
-        self._planner, self._pictures, self._begin = planner, pictures, begin
+        self._planner, self._pictures, self._begin, self._capacity = planner, pictures, begin, capacity
         self._specs, self._buffers, self._finish, self._transform = specs, buffers, finish, transform
         self._bad_samples, self._stages = bad_samples, stages
         self._chunks = decode_threads * _CHUNKS_PER_THREAD
@@ -214,10 +212,7 @@ class Pipeline:
         with self._stages["assemble"].measure("busy"):
             self._handoff.begin()
             number, plan = self._announced.popleft()
-            images = {
-                camera: self._buffers.take((*seen.shape, *self._specs[camera].shape), self._specs[camera].dtype)
-                for camera, seen in plan.seen.items()
-            }
+            images = {camera: self._memory(camera, seen.shape) for camera, seen in plan.seen.items()}
             # Of the first batch one thread more decodes, and the last part is waited for with nothing else to do.
             chunks = self._chunks if self._delivered else _FIRST_CHUNKS * self._chunks
             size = max(1, -(-len(plan.jobs) // chunks))
@@ -227,6 +222,12 @@ class Pipeline:
             for _ in parts:
                 self._jobs.put(work)
         return True
+
+    def _memory(self, camera: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """For pictures [B, T] of a camera."""
+        size, steps = shape
+        whole = self._buffers.take((self._capacity, steps, *self._specs[camera].shape), self._specs[camera].dtype)
+        return whole if size == self._capacity else whole[:size]
 
     def _look_ahead(self) -> bool:
         """Plan or announce one more batch; False if there is no room."""
@@ -244,7 +245,7 @@ class Pipeline:
             with self._stages["assemble"].measure("busy"):
                 plan = self._planner.plan(self._begin)
                 self._planned.append((plan, self._pictures.expect(plan)))
-                self._begin += self._planner.global_batch
+                self._begin = plan.end
         plan, units = self._planned[0]
         with self._turn:
             self._refused = True  # `done` of a batch from here on asks again

@@ -45,13 +45,14 @@ class GopJob:
 class BatchPlan:
     """What one rank's share of a batch consists of.
 
-    begin: global position of the first sample of the batch over all ranks. positions, datasets, episodes, frames: [B]
-    global position, part of the source, episode id and anchor step of each sample. seen: camera to frames [B, T] inside
-    the episode. jobs: GOPs to decode, each named once. blank: camera to places [n] that no job fills because the part
-    has no such camera; they are to be black.
+    begin: global position of the first sample of the batch over all ranks. end: where the next batch begins.
+    positions, datasets, episodes, frames: [B] global position, part of the source, episode id and anchor step of each
+    sample. seen: camera to frames [B, T] inside the episode. jobs: GOPs to decode, each named once. blank: camera to
+    places [n] that no job fills because the part has no such camera; they are to be black.
     """
 
     begin: int
+    end: int
     positions: Int64Array
     datasets: Int64Array
     episodes: Int64Array
@@ -202,7 +203,22 @@ class Planner:
 
     def plan(self, begin: int) -> BatchPlan:
         """This rank's share of the batch that starts at global position `begin`."""
-        positions, datasets, episodes, frames = self._samples(begin)
+        return self._plan(*self._samples(begin), begin=begin, end=begin + self.global_batch)
+
+    def resolve(self, positions: Int64Array, *, begin: int, end: int) -> BatchPlan:
+        """The plan of a batch of the samples at `positions` [B], whatever rank they would belong to."""
+        return self._plan(positions, *self.samples(positions), begin=begin, end=end)
+
+    def _plan(
+        self,
+        positions: Int64Array,
+        datasets: Int64Array,
+        episodes: Int64Array,
+        frames: Int64Array,
+        *,
+        begin: int,
+        end: int,
+    ) -> BatchPlan:
         seen: dict[str, Int64Array] = {}
         jobs: list[GopJob] = []
         blank: dict[str, Int64Array] = {}
@@ -227,6 +243,7 @@ class Planner:
                 blank[camera] = np.concatenate(unfilled)
         return BatchPlan(
             begin=begin,
+            end=end,
             positions=positions,
             datasets=datasets,
             episodes=episodes,

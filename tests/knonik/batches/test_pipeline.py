@@ -20,7 +20,6 @@ CAMERA = "cam"
 class Planner:
     """Batches of two samples, each with a job of its own."""
 
-    global_batch = 2
     reuse_batches = 1
 
     def plan(self, begin: int) -> BatchPlan:
@@ -30,7 +29,7 @@ class Planner:
             for n in range(2)
         ]
         return BatchPlan(
-            begin=begin, positions=begin + ids, datasets=0 * ids, episodes=ids, frames=ids,
+            begin=begin, end=begin + 2, positions=begin + ids, datasets=0 * ids, episodes=ids, frames=ids,
             seen={CAMERA: ids[:, None]}, jobs=jobs,
         )  # fmt: skip
 
@@ -100,6 +99,7 @@ def test_one_thread_more_decodes_the_first_batch_and_no_other() -> None:
         Planner(),
         pictures,
         begin=0,
+        capacity=2,
         specs={CAMERA: FrameSpec(shape=(1,), dtype=np.dtype(np.uint8))},
         buffers=BufferPool(keep=1),
         finish=lambda plan, images: Begun(plan.begin),  # type: ignore[arg-type, return-value]
@@ -126,6 +126,7 @@ def test_closing_lets_go_of_files_behind_the_last_thread_and_waits_for_no_clock(
         Planner(),
         pictures,
         begin=0,
+        capacity=2,
         specs={CAMERA: FrameSpec(shape=(1,), dtype=np.dtype(np.uint8))},
         buffers=BufferPool(keep=1),
         finish=lambda plan, images: pytest.fail("no batch is whole"),

@@ -31,6 +31,7 @@ assert spec is not None
 assert spec.loader is not None
 worker = module_from_spec(spec)
 spec.loader.exec_module(worker)
+SAVED, STEPS = worker.parallel_runs.SAVED, worker.parallel_runs.STEPS
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ def two(folder: Path, four: dict[str, Any]) -> dict[str, Any]:
 
 def assert_same(plain: dict[str, Any], other: dict[str, Any], name: str) -> None:
     assert other["losses"] == pytest.approx(plain["losses"][-len(other["losses"]) :], rel=1e-5), name
-    if len(other["losses"]) == worker.STEPS:
+    if len(other["losses"]) == STEPS:
         assert other["gradients"].keys() == plain["gradients"].keys(), name
         largest = max(float(value.abs().max()) for value in plain["gradients"].values())
         for key, value in plain["gradients"].items():
@@ -92,8 +93,8 @@ def test_every_combination_is_the_plain_run(plain: dict[str, Any], four: dict[st
 def test_accumulated_steps_add_over_replicas_once(plain: dict[str, Any], four: dict[str, Any]) -> None:
     assert_same(plain, four["accumulated"], "accumulated")
     kinds = [kind for kind, phase, size, _ in four["accumulated"]["collectives"] if phase == "backward"]
-    assert kinds.count("all_reduce") == worker.STEPS * (UNITS + 1)
-    assert kinds.count("reduce_scatter") == 2 * worker.STEPS * (UNITS + 1)
+    assert kinds.count("all_reduce") == STEPS * (UNITS + 1)
+    assert kinds.count("reduce_scatter") == 2 * STEPS * (UNITS + 1)
 
 
 @distributed
@@ -110,14 +111,14 @@ def test_frozen_parameters_cost_nothing(two: dict[str, Any], name: str) -> None:
     gathers = [(phase, size) for kind, phase, size, _ in facts["collectives"] if kind == "all_gather"]
     forward = sum(size for phase, size in gathers if phase == "forward")
     backward = sum(size for phase, size in gathers if phase == "backward")
-    assert forward == worker.STEPS * sum(facts["padded"].values())
+    assert forward == STEPS * sum(facts["padded"].values())
     # what is outside of the blocks, and the last block, stays from one pass to the other
     freed = {"no dit": (), "top layer": ("vl_self_attention.transformer_blocks.0.", "model.transformer_blocks.0.")}[
         name
     ]
     again = sum(size for key, size in facts["padded"].items() if any(f"action_head.{unit}" in key for unit in freed))
     assert (again > 0) == bool(freed)
-    assert backward == worker.STEPS * again
+    assert backward == STEPS * again
 
 
 @distributed
@@ -137,7 +138,7 @@ def test_a_sharded_checkpoint_continues_on_any_number_of_ranks(
 ) -> None:
     for results in (four, two):
         for name in [name for name in results if name.startswith("resumed")]:
-            assert len(results[name]["losses"]) == worker.STEPS - worker.SAVED
+            assert len(results[name]["losses"]) == STEPS - SAVED
             assert_same(plain, results[name], name)
     assert {"resumed hsdp", "resumed fsdp", "resumed from a file"} <= four.keys()
     assert {"resumed fsdp", "resumed ddp"} <= two.keys()
@@ -174,7 +175,7 @@ def test_a_kill_while_saving_leaves_the_checkpoint_before(
     assert list(run.checkpoints.glob(f"{sharded_state.WRITING}-*")), "the kill came too late to tell"
     newest = run.latest_checkpoint()
     assert newest is not None
-    assert newest[1] == worker.SAVED
+    assert newest[1] == SAVED
     assert_same(plain, worker.train(worker.make_module(), resume=newest[0]), "after a kill")
     sharded_state.clear(run.checkpoints)
     assert [path.name for path in run.checkpoints.iterdir()] == [newest[0].name]

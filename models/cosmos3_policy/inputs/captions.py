@@ -1,0 +1,54 @@
+"""From task texts to prompts: which paraphrase a sample gets, and whether it gets any, by (seed, position)."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from models.common import draws
+from models.cosmos3_policy.inputs.prompt import PROMPTS, ClipFacts
+from models.cosmos3_policy.inputs.settings import ProcessorConfig
+
+
+class Captions:
+    """Prompts of samples."""
+
+    def __init__(self, settings: ProcessorConfig, seed: int) -> None:
+        self._settings, self._seed, self._prompt = settings, seed, PROMPTS[settings.prompt]
+
+    def prompts(
+        self,
+        texts: Sequence[str],
+        positions: Tensor | Sequence[int],
+        facts: ClipFacts,
+        idle: Sequence[int] | None,
+        *,
+        random: bool,
+    ) -> list[str]:
+        """One prompt for each text.
+
+        Args:
+            positions: [N] on the host.
+            idle: steps of each chunk in which the robot stands still; None leaves them out.
+            random: draw paraphrases and drop captions, as in training; else the first one is taken and none dropped.
+        """
+        chosen = [self._paraphrases(text) for text in texts]
+        which = [0.0] * len(texts)
+        dropped = [False] * len(texts)
+        if random and any(len(each) > 1 for each in chosen):
+            which = draws.uniform(self._seed, "caption.paraphrase", positions).tolist()
+        if random and self._settings.caption_dropout:
+            dropped = (
+                draws.uniform(self._seed, "caption.dropout", positions) < self._settings.caption_dropout
+            ).tolist()
+        return [
+            "" if gone else self._prompt(each[int(share * len(each))], facts, None if idle is None else idle[i])
+            for i, (each, share, gone) in enumerate(zip(chosen, which, dropped, strict=True))
+        ]
+
+    def _paraphrases(self, text: str) -> list[str]:
+        separator = self._settings.caption_separator
+        return text.split(separator) if separator else [text]
+
+    def vocabulary(self, texts: Sequence[str], facts: ClipFacts) -> list[str]:
+        """Prompts that hold every word a prompt of these texts can have; numbers are spelled in digits."""
+        return [self._prompt(each, facts, 0) for text in texts for each in self._paraphrases(text)]

@@ -6,13 +6,12 @@ Both layouts hold the same tensors in the same shapes, so a name is all that cha
 
 import re
 
+from models.cosmos3_policy.parallelize import ACTION_HEADS
+
 NET, AVERAGE, EXPORTED = "net.", "net_ema.", "model.net."
-ACTION_HEADS = ("action_proj_in.", "action_proj_out.", "action_modality_embed")
-"""Names, or their beginnings, of what a new robot learns anew; upstream skips them in every warm start."""
-OTHER_MODALITIES = ("audio_proj_in.", "audio_proj_out.", "audio_modality_embed", "lidar2llm.", "llm2lidar.")
-"""Heads that the released network may have and the policy does not."""
-VISION_ENCODER = "language_model.visual."
-"""Images never enter the understanding tower of the policy; its encoder is not built."""
+ABSENT = ("audio_proj_in.", "audio_proj_out.", "audio_modality_embed", "model.visual.", "language_model.visual.")
+"""Beginnings of names, in either layout, of what a released network may have and the policy has not: sound, and the
+encoder of images, which never enter its caption tower."""
 
 # (framework, Diffusers): what a name begins with
 _HEADS = (

@@ -10,6 +10,7 @@ from models.common.optim import OptimizerConfig, ScheduleConfig, from_options
 from models.common.step_options import EmaConfig
 from models.common.step_options import Lookahead as LookaheadChoice
 from models.common.training_module import Loss, TrainingModule
+from models.cosmos3_policy.flops import PackShape, recompute_flops, step_flops
 from models.cosmos3_policy.network import Cosmos3Policy, Understanding
 from models.cosmos3_policy.objective import Flow, ObjectiveConfig, losses, noised
 from models.cosmos3_policy.parallelize import ACTION_HEADS, shard
@@ -64,6 +65,7 @@ class Cosmos3PolicyModule(TrainingModule):
         )
         self.objective: ObjectiveConfig = from_options(ObjectiveConfig, objective or {}, "objective")
         self._vae = (vae,)  # in a tuple it is no submodule, whatever its class is
+        self._last_shape: PackShape | None = None
 
     def shard_network(self, mesh: Any, policy: Any) -> None:
         shard(self.network, mesh, policy)
@@ -78,6 +80,7 @@ class Cosmos3PolicyModule(TrainingModule):
     def micro_batch_loss(self, inputs: Mapping[str, Any]) -> Loss:
         """Mean over the samples; a pack counts by how many it holds."""
         flow, understanding = self.prepare(inputs) if self._ahead is None else self._ahead.result(inputs)
+        self._last_shape = PackShape.of(flow.packed, self.network.config)
         vision, action = losses(self.network.generate(flow.packed, understanding), flow)
         vision, action = vision.mean(), action.mean()
         mean = self.objective.vision_weight * vision + self.objective.action_weight * action
@@ -107,3 +110,13 @@ class Cosmos3PolicyModule(TrainingModule):
         with torch.autocast(video.device.type, enabled=False):  # the encoder has its own precision
             latents = self._vae[0].encode(video)
         return crop_latents(latents, inputs["content_size"]).float()
+
+    @property
+    def step_flops(self) -> int:
+        """Model FLOPs of the last micro-batch on this rank: forward and backward, the caption tower forward only."""
+        return 0 if self._last_shape is None else step_flops(self.network, self._last_shape)
+
+    @property
+    def step_recompute_flops(self) -> int:
+        """FLOPs that the last micro-batch ran a second time on this rank, for activation checkpointing."""
+        return 0 if self._last_shape is None else recompute_flops(self.network, self._last_shape)

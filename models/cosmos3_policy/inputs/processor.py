@@ -258,8 +258,8 @@ class Cosmos3Processor:
             self._size = self._size or size
             if size != self._size:
                 raise ValueError(
-                    f"camera {camera}: frames are {size[0]}x{size[1]}, expected {self._size[0]}x{self._size[1]}: all views "
-                    "of a picture must have one size"
+                    f"camera {camera}: frames are {size[0]}x{size[1]}, expected {self._size[0]}x{self._size[1]}; all "
+                    "views of a picture need one size"
                 )
 
     def to_dict(self) -> dict[str, Any]:

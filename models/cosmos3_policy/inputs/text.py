@@ -88,7 +88,7 @@ class WordTokenizer:
 
 
 class ReleasedTokenizer:
-    """A published tokenizer, through transformers: of a folder or hub repository, in Diffusers' layout or a plain one."""
+    """A published tokenizer, through transformers: a folder or hub repository, in Diffusers' layout or a plain one."""
 
     def __init__(self, source: str) -> None:
         folder = _tokenizer_folder(Path(source))

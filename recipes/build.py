@@ -3,7 +3,7 @@
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from recipes.check_data import size
+from recipes.check_data import parsed_size, size
 from recipes.family import family
 from recipes.load import RecipeError
 from recipes.options import prepare_blocks
@@ -78,10 +78,11 @@ def schedule(recipe: Recipe) -> "ScheduleConfig":
     """The schedule's values, as the models take them: warm-up in steps where the recipe gives steps."""
     from models.common.optim import ScheduleConfig
 
-    ratio = recipe.schedule.warmup_ratio if recipe.schedule.warmup_steps is None else None
-    return ScheduleConfig(
-        max_steps=recipe.trainer.max_steps, warmup_steps=recipe.schedule.warmup_steps, warmup_ratio=ratio
-    )
+    given, steps = recipe.schedule, recipe.trainer.max_steps
+    if given.kind == "linear":
+        return ScheduleConfig(max_steps=steps, kind="linear", cycle_steps=given.cycle_steps)
+    ratio = given.warmup_ratio if given.warmup_steps is None else None
+    return ScheduleConfig(max_steps=steps, warmup_steps=given.warmup_steps, warmup_ratio=ratio)
 
 
 def build_module(
@@ -132,6 +133,7 @@ def loader_options(recipe: Recipe, processor: Any) -> dict[str, Any]:
     decoded = size(recipe, "decoded")
     options = {
         "ring_batches": recipe.data.ring_batches,
+        "ring_bytes": None if recipe.data.ring_bytes is None else parsed_size(recipe.data.ring_bytes),
         "transport": recipe.data.transport,
         "order": recipe.data.order,
         "block_window": recipe.data.block_window,

@@ -63,7 +63,7 @@ def check(recipe: Recipe, *, world_size: int, told: list[str] | None = None) -> 
     problems += option_problems(recipe, world_size)
     problems += data_problems(recipe)
     problems += validation_problems(recipe)
-    problems += dataset_problems(recipe)
+    problems += dataset_problems(recipe, world_size)
     reported = {line.split(":", 1)[0] for line in told or []}
     if any(key.startswith("data.mixture[") for key in reported):
         reported.add("data.uri")  # a part that could not be read left no mixture at all
@@ -115,17 +115,21 @@ def _values(recipe: Recipe) -> list[str]:
         problems.append(f"trainer.accelerator: {recipe.trainer.accelerator!r} is unknown{allowed}")
     if recipe.checkpoint.keep < -1 or recipe.checkpoint.keep == 0:
         problems.append(f"checkpoint.keep: {recipe.checkpoint.keep} keeps nothing; give 1 or more, or -1 for all")
-    if not 0 <= recipe.schedule.warmup_ratio < 1:
-        problems.append(f"schedule.warmup_ratio: {recipe.schedule.warmup_ratio} is not in [0, 1)")
     if any(not 0 <= beta < 1 for beta in recipe.optimizer.betas):
         problems.append(f"optimizer.betas: {list(recipe.optimizer.betas)} are not both in [0, 1)")
+    known = family(recipe).PARAMETER_GROUPS
+    for name, multiplier in recipe.optimizer.lr_multipliers.items():
+        if name not in known:
+            problems.append(
+                f"optimizer.lr_multipliers.{name}: {recipe.model.name} has no such part{nearest(name, known)}"
+            )
+        elif not 0 < multiplier < math.inf:
+            problems.append(f"optimizer.lr_multipliers.{name}: {multiplier} is not positive and finite")
+    problems += _schedule(recipe)
     if recipe.optimizer.weight_decay < 0:
         problems.append(f"optimizer.weight_decay: {recipe.optimizer.weight_decay} is negative")
     if recipe.run.stage == "grounding" and (recipe.data.batch_size is None or recipe.data.batch_size % 2):
         problems.append(f"data.batch_size: {recipe.data.batch_size} of a grounding stage must be even")
-    warmup = recipe.schedule.warmup_steps
-    if warmup is not None and not 0 <= warmup < recipe.trainer.max_steps:
-        problems.append(f"schedule.warmup_steps: {warmup} is not below trainer.max_steps = {recipe.trainer.max_steps}")
     if recipe.evaluation is not None and recipe.evaluation.execute_steps > recipe.data.horizon:
         problems.append(
             f"evaluation.execute_steps: {recipe.evaluation.execute_steps} is more than the chunk, "
@@ -136,6 +140,24 @@ def _values(recipe: Recipe) -> list[str]:
             find(recipe.run.first)
         except RecipeError as error:
             problems += [f"run.first: {line}" for line in error.problems]
+    return problems
+
+
+def _schedule(recipe: Recipe) -> list[str]:
+    schedule, steps, problems = recipe.schedule, recipe.trainer.max_steps, []
+    if not 0 <= schedule.warmup_ratio < 1:
+        problems.append(f"schedule.warmup_ratio: {schedule.warmup_ratio} is not in [0, 1)")
+    if schedule.warmup_steps is not None and not 0 <= schedule.warmup_steps < steps:
+        problems.append(f"schedule.warmup_steps: {schedule.warmup_steps} is not below trainer.max_steps = {steps}")
+    if schedule.kind == "linear" and (schedule.warmup_steps or schedule.warmup_ratio != type(schedule).warmup_ratio):
+        problems.append("schedule.warmup_steps: kind=linear has no warm-up; leave warmup_steps and warmup_ratio out")
+    if schedule.kind != "linear" and schedule.cycle_steps is not None:
+        problems.append(f"schedule.cycle_steps: has no effect with kind={schedule.kind}; give kind=linear, or null")
+    elif schedule.cycle_steps is not None and schedule.cycle_steps < steps:
+        problems.append(
+            f"schedule.cycle_steps: {schedule.cycle_steps} ends before trainer.max_steps = {steps}, and the learning "
+            "rate with it"
+        )
     return problems
 
 

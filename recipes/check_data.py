@@ -79,6 +79,8 @@ def _idle(recipe: Recipe) -> list[str]:
             f"data.max_bad_share: has no effect with data.on_bad_sample={data.on_bad_sample}; "
             "give data.on_bad_sample=skip"
         )
+    if data.startup == "rows" and any(part.uri.startswith("s3://") for part in parts(recipe)):
+        problems.append("data.startup: rows is for datasets on this machine; give columns")
     if data.mixture is None:
         problems += [
             f"data.{name}: has no effect without data.mixture"

@@ -4,10 +4,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from recipes.check_data import size
+from recipes.check_data import parsed_size, size
 from recipes.family import family
 from recipes.parse import nearest
 from recipes.parts import key, parts
+from recipes.ranks import ranks_per_node
 from recipes.schema import Recipe
 from recipes.schema_data import PartConfig
 from recipes.sources import held_out_part, span, training_part
@@ -15,7 +16,7 @@ from recipes.sources import held_out_part, span, training_part
 _NO_NUMBERS = ("video", "image", "string")
 
 
-def dataset_problems(recipe: Recipe) -> list[str]:
+def dataset_problems(recipe: Recipe, ranks: int = 1) -> list[str]:
     """Problems of the `data` section with the datasets it names, which are opened, but nothing is decoded."""
     from recipes.stages import dataset_to_come
 
@@ -24,13 +25,13 @@ def dataset_problems(recipe: Recipe) -> list[str]:
     problems, frame_bytes = [], 0
     for number, part in enumerate(parts(recipe)):
         if part.uri:  # else reported as missing already
-            found, needed = _part(recipe, number, part)
+            found, needed = _part(recipe, number, part, ranks)
             problems += found
             frame_bytes += needed
     return problems + ([] if problems else _decoded(recipe, frame_bytes))
 
 
-def _part(recipe: Recipe, number: int, part: PartConfig) -> tuple[list[str], int]:
+def _part(recipe: Recipe, number: int, part: PartConfig, ranks: int) -> tuple[list[str], int]:
     """Problems of one dataset, and the bytes of its frames after the model's first resize."""
     import knonik
     from knonik.cache import CacheFolderError
@@ -50,6 +51,7 @@ def _part(recipe: Recipe, number: int, part: PartConfig) -> tuple[list[str], int
         for section in ("state", "action"):
             columns += _columns(recipe, number, section, getattr(part, section), dataset.features)
         problems += columns or family(recipe).part_problems(recipe, number, part, dataset)
+        problems += [] if problems else _ring(recipe, part, dataset, ranks)
         return problems, 0 if problems or training is None else _frame_bytes(recipe, part, training)
 
 
@@ -67,6 +69,31 @@ def _cameras(recipe: Recipe, number: int, part: PartConfig, dataset: Any) -> lis
             f"{key(recipe, number, 'uri')}: {part.uri} has no camera; a policy needs at least one video feature"
         )
     return problems
+
+
+def _ring(recipe: Recipe, part: PartConfig, dataset: Any, ranks: int) -> list[str]:
+    """A batch, or the most a pack may hold, of which the loader cannot keep one ready while it makes the next."""
+    from knonik.batches.ring import ring_size
+
+    cameras = dataset.cameras if part.cameras is None else part.cameras.values()
+    values = 3.0 if recipe.data.transport == "rgb24" else 1.5  # of a pixel
+    frame_bytes = sum(int(values * math.prod(dataset.image_shape(camera))) for camera in cameras)
+    size = recipe.data.batch_size or (recipe.data.global_batch_size or 0) // max(1, ranks)
+    try:
+        limit = None if recipe.data.ring_bytes is None else parsed_size(recipe.data.ring_bytes)
+    except ValueError as error:
+        return [f"data.ring_bytes: {error}"]
+    try:
+        ring_size(
+            max(1, size),
+            frame_bytes * family(recipe).clip_frames(recipe),
+            ring_batches=recipe.data.ring_batches,
+            ring_bytes=limit,
+            local_ranks=ranks_per_node(),
+        )
+    except ValueError as error:
+        return [f"data.batch_size: {error}".replace("batch_size: batch_size=", "batch_size: ")]
+    return []
 
 
 def _disk(recipe: Recipe, is_local: bool) -> list[str]:

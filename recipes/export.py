@@ -3,13 +3,16 @@
 import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from recipes.family import family
 from recipes.load import diff, to_dict
 from recipes.run_folder import RunFolder
 from recipes.schema import Recipe, RunConfig, TrainerConfig
 from recipes.schema_data import DataConfig
+
+if TYPE_CHECKING:
+    from recipes.trained import TrainedRun
 
 logger = logging.getLogger(__name__)
 
@@ -69,13 +72,24 @@ def changes(stored: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def summary_of(run: Path, step: int) -> dict[str, Any]:
-    """Figures of a run, where they are those of this step; else none."""
+def run_facts(run: Path, trained: "TrainedRun", stored: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """What the model card of any model says of a run; the fields of `models.common.model_card.RunFacts`."""
     summary = RunFolder(run).summary or {}
-    return summary if summary.get("steps") == step else {}
+    if summary.get("steps") != trained.step:
+        summary = {}  # figures of another step
+    return {
+        "name": trained.recipe.run.name,
+        "dtype": dtype,
+        "steps": trained.step,
+        "base": stored["model"]["weights"],
+        "data": stored["data"]["uri"],
+        "fingerprint": summary.get("fingerprint") or _fingerprint(run),
+        "changes": changes(stored),
+        "summary": summary,
+    }
 
 
-def fingerprint_of(run: Path) -> str | None:
+def _fingerprint(run: Path) -> str | None:
     """The data's fingerprint from the record every start of a run writes."""
     file = run / "environment.json"
     return json.loads(file.read_text()).get("fingerprint") if file.is_file() else None

@@ -53,8 +53,11 @@ class Family(Protocol):
     def frame_prefix(self, recipe: Recipe, part: PartConfig) -> Any:
         """The model's first resize of a frame, kept by `data.cache.decoded`; None where it has none."""
 
-    def memory_table(self, recipe: Recipe) -> str:
-        """Memory of a rank by part, as text."""
+    def clip_frames(self, recipe: Recipe) -> int:
+        """Frames of each camera in one sample, from the anchor on."""
+
+    def memory_table(self, recipe: Recipe, ranks: int) -> str:
+        """Memory of one of `ranks` ranks by part, as text."""
 
     # what a run is built of
 

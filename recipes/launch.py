@@ -92,7 +92,12 @@ def _parser() -> argparse.ArgumentParser:
     ):
         sub = commands.add_parser(command, help=text, description=text)
         sub.add_argument("recipe", help=names)
-        sub.add_argument("overrides", nargs="*", metavar="key=value", help="values over the recipe's, by dotted key")
+        sub.add_argument(
+            "overrides",
+            nargs="*",
+            metavar="key=value",
+            help="values over the recipe's, by dotted key; +group=value for several",
+        )
         if command != "show":
             sub.add_argument("--allow-drift", action="store_true", help="continue a run with a changed recipe")
             if command == "check":
@@ -152,7 +157,7 @@ def _check(arguments: argparse.Namespace, started_at: float) -> int:
     if arguments.memory:
         from recipes.family import family
 
-        print(family(recipe).memory_table(recipe))
+        print(family(recipe).memory_table(recipe, world_size()))
     return 0
 
 

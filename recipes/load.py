@@ -1,7 +1,8 @@
 """Recipe files: find, merge the bases, apply the overrides, resolve once into frozen dataclasses.
 
 A file names what it builds on (`base: [...]`) and may change further keys when one has a certain value
-(`when: {"model.size=tiny": {...}}`); what the user gives as `key=value` wins over both.
+(`when: {"model.size=tiny": {...}}`); what the user gives as `key=value` wins over both, and over the keys that
+`+group=value` sets together.
 """
 
 import dataclasses
@@ -51,7 +52,8 @@ def load(name: str, overrides: list[str] | None = None) -> Recipe:
 
     Args:
         name: recipe name or path of a YAML file.
-        overrides: `key=value` strings; keys are dotted, values are YAML.
+        overrides: `key=value` strings; keys are dotted, values are YAML. `+group=value` sets the keys of
+            `base/GROUP/VALUE.yaml`.
 
     Raises:
         RecipeError: with all problems of the file and the overrides.
@@ -85,16 +87,15 @@ def merged(name: str, overrides: list[str], problems: list[str]) -> dict[str, An
 
     Values marked `???` that nobody gave are put into `problems` and stand as null or an empty string.
     """
-    tree: Any = _with_bases(find(name), ())
-    whens = tree.pop("when", {})
-    given = _given(overrides)
+    tree: Any = OmegaConf.create()
+    chosen = [item[1:].partition("=") for item in overrides if item.startswith("+")]
+    files = [find(name), *(_choice(group, value) for group, _, value in chosen)]
+    given = _given([item for item in overrides if not item.startswith("+")])
     try:
-        for condition, fragment in whens.items():
-            key, _, value = str(condition).partition("=")
-            if not known(Recipe, key):
-                problems.append(f"when: {condition}: {key!r} is no key of a recipe, so this would never apply")
-            elif str(OmegaConf.select(OmegaConf.merge(tree, given), key)) == value:
-                tree = OmegaConf.merge(tree, fragment)
+        for file in files:
+            fragment: Any = _with_bases(file, ())
+            whens = fragment.pop("when", {})
+            tree = _under(OmegaConf.merge(tree, fragment), whens, given, problems)
         tree = OmegaConf.merge(tree, given)
         for key in sorted(OmegaConf.missing_keys(tree)):
             problems.append(f"{key}: required, give it as {key}=...")
@@ -104,6 +105,32 @@ def merged(name: str, overrides: list[str], problems: list[str]) -> dict[str, An
         raise RecipeError([f"cannot merge the recipe: {_merge_error(error)}"]) from error
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
+
+
+def _under(tree: Any, whens: Any, given: Any, problems: list[str]) -> Any:
+    """The tree with what it says for the values that it, or the user, gives to certain keys."""
+    for condition, fragment in whens.items():
+        key, _, value = str(condition).partition("=")
+        if not known(Recipe, key):
+            problems.append(f"when: {condition}: {key!r} is no key of a recipe, so this would never apply")
+        elif str(OmegaConf.select(OmegaConf.merge(tree, given), key)) == value:
+            tree = OmegaConf.merge(tree, fragment)
+    return tree
+
+
+def _choice(group: str, value: str) -> Path:
+    """File of `+GROUP=VALUE`: keys that are set together, over the recipe's and under the user's own.
+
+    Raises:
+        RecipeError: there is no such group or value.
+    """
+    groups = sorted(folder.name for folder in (RECIPES / "base").iterdir() if folder.is_dir())
+    if group not in groups:
+        raise RecipeError([f"+{group}: no group of choices{nearest(group, groups)}"])
+    values = sorted(file.stem for file in (RECIPES / "base" / group).glob("*.yaml"))
+    if value not in values:
+        raise RecipeError([f"+{group}: {value!r} is not one of {', '.join(values)}"])
+    return RECIPES / "base" / group / f"{value}.yaml"
 
 
 def _given(overrides: list[str]) -> Any:

@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 T = TypeVar("T")
@@ -125,6 +125,8 @@ def _convert(kind: Any, value: Any, problems: list[str], path: str) -> Any:
         return value
     if origin is tuple:
         return _convert_tuple(get_args(kind), value, problems, path)
+    if origin is Sequence:
+        return _convert_tuple((*get_args(kind), ...), value, problems, path)
     if origin in (dict, Mapping):
         if not isinstance(value, dict):
             problems.append(f"{path}: expected a section of keys, got {value!r}")

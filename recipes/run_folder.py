@@ -32,6 +32,8 @@ FREE_KEYS = (
     "data.cache",
     "data.decode_threads",
     "data.ring_batches",
+    "data.ring_bytes",
+    "data.startup",
     "data.transport",  # the same values by another way
     "data.batch_size",
     "data.global_batch_size",

@@ -104,6 +104,9 @@ class DataConfig:
     frames, where samples mix over `block_window`."""
     block_window: int | None = None
     """Samples over which `order: blocks` spreads those of a group; null means 1024."""
+    startup: Literal["columns", "rows"] = "columns"
+    """`columns` reads the columns that are used into shared mappings. `rows` reads all of them as Python objects before
+    it, and keeps them, as stock loaders do: to measure what that costs, for a dataset on this machine."""
     on_bad_sample: Literal["raise", "skip"] = "raise"
     """A sample that cannot be read stops the run, or is replaced by its neighbour, counted and listed."""
     max_bad_share: float | None = None
@@ -112,5 +115,8 @@ class DataConfig:
     """Decoder threads per rank; null means the rank's share of the cores, less one."""
     ring_batches: int | None = None
     """Decoded batches kept ready, at most; null means what 256 MB hold, 3 to 16."""
+    ring_bytes: int | str | None = None
+    """Bound of the pictures of all of them, such as 16GB; at least two batches must fit. null means half of the
+    machine's memory, shared by its ranks."""
     cache: CacheConfig = field(default_factory=CacheConfig)
     generate: GenerateConfig | None = None

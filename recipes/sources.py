@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from recipes.family import family
 from recipes.parts import parts
 from recipes.schema import Recipe
 from recipes.schema_data import PartConfig
@@ -117,10 +118,11 @@ def num_anchors(recipe: Recipe, datasets: "list[Dataset]") -> int:
 
 
 def span(recipe: Recipe, dataset: "Dataset") -> int:
-    """Rows of a dataset that a chunk must find before the episode's end."""
+    """Rows of a dataset that a chunk, or the clip beside it, must find before the episode's end."""
     if recipe.data.edge != "inside":
         return 1
-    return 1 + rows_of([horizon_of(recipe) - 1], dataset, recipe.data.fps)[0]
+    steps = max(horizon_of(recipe), family(recipe).clip_frames(recipe))
+    return 1 + rows_of([steps - 1], dataset, recipe.data.fps)[0]
 
 
 def rows_of(steps: Sequence[int], dataset: "Dataset", fps: float | None) -> list[int]:

@@ -17,12 +17,14 @@ from recipes.check import batch_size_per_rank
 from recipes.evaluate import closed_loop, swapped
 from recipes.family import family
 from recipes.options import option_figures
+from recipes.parts import parts
 from recipes.ranks import is_first, rank, world_size
 from recipes.run import Run, set_torch_threads
 from recipes.run_folder import RunFolder
 from recipes.schema import Recipe
 from recipes.sources import num_anchors, open_all, source, training_part
 from recipes.stages import make_dataset, to_do, train_grounding, with_first_stage
+from recipes.stock_start import read_rows
 
 if TYPE_CHECKING:
     from knonik import Dataset
@@ -55,7 +57,9 @@ def train(recipe: Recipe, started_at: float) -> tuple[dict[str, Any] | None, int
     started = with_local_weights(with_first_stage(recipe, started_at))
     if missing:
         started_at = time.perf_counter()  # the stages before are not this run's start-up
+    held = [read_rows(part.uri) for part in parts(recipe)] if recipe.data.startup == "rows" else []
     with ExitStack() as stack:
+        stack.callback(held.clear)
         whole = open_all(recipe)
         for dataset in whole:
             stack.callback(dataset.close)

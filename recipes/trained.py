@@ -22,13 +22,17 @@ _STEP = re.compile(r"step[-=](\d+)")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainedRun:
-    """recipe: as the run was started, its weights named by local files. network: on the CPU, adapters merged."""
+    """recipe: as the run was started, its weights named by local files. network: on the CPU, adapters merged.
+
+    averaged: its weights are averages over the steps.
+    """
 
     recipe: Recipe
     network: Any
     processor: Any
     checkpoint: Path
     step: int
+    averaged: bool = False
 
 
 def load_run(
@@ -59,7 +63,14 @@ def load_run(
     if averaged and not any(name.startswith("ema.") for name in stored["state_dict"]):
         raise ValueError(f"{path} holds no averaged weights: the run was started without `ema`")
     family(recipe).load_trained(network, stored, averaged=averaged)
-    return TrainedRun(recipe=recipe, network=network, processor=processor, checkpoint=path, step=_step(path, stored))
+    return TrainedRun(
+        recipe=recipe,
+        network=network,
+        processor=processor,
+        checkpoint=path,
+        step=_step(path, stored),
+        averaged=averaged,
+    )
 
 
 def find_checkpoint(run: Path, step: int | None = None) -> Path:

@@ -6,7 +6,6 @@ demonstrations alone is a matter of luck. So here, and only for such a tiny back
 the named block is, on freshly rendered tables. Nothing of this is needed, or wanted, for released weights.
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -21,6 +20,7 @@ from models.common.optim import OptimizerConfig, ScheduleConfig, adamw
 from recipes.tabletop.render import render
 from recipes.tabletop.world import ACTION_NAMES, STATE_NAMES, Floats, Layouts, Scene, draw_layouts, instruction
 
+_OPTIMIZER = ("lr", "betas", "eps", "weight_decay", "fused")
 _TARGET_NAMES = ("dx", "dy", "x", "y")
 
 
@@ -161,7 +161,7 @@ class GroundingModule(pl.LightningModule):
         """AdamW with a linear warm-up from 0, then half a cosine to 0 at the last step."""
         optimizer = adamw(
             [parameter for parameter in self.parameters() if parameter.requires_grad],
-            **dataclasses.asdict(self.settings.optimizer),
+            **{name: getattr(self.settings.optimizer, name) for name in _OPTIMIZER},
         )
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.settings.schedule.factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

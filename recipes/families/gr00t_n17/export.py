@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from models.gr00t_n17.checkpoint.export import export
 from models.gr00t_n17.checkpoint.model_card import CardFacts, model_card
-from recipes.export import changes, fingerprint_of, summary_of
+from recipes.export import run_facts
 from recipes.families.gr00t_n17.slots import checkpoint_folder
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ def export_trained(trained: "TrainedRun", out: Path, *, run: Path, dtype: str, s
     Args:
         run: the run folder. stored: the recipe it was started with, as plain values.
     """
+    parts = getattr(trained.processor, "parts", [trained.processor])  # of a mixture
     export(
         trained.network,
         trained.processor,
@@ -25,22 +26,10 @@ def export_trained(trained: "TrainedRun", out: Path, *, run: Path, dtype: str, s
         dtype=dtype,
         base=checkpoint_folder(trained.recipe),
         recipe=stored,
-        card=_card(run, trained, stored, dtype),
+        card=model_card(
+            CardFacts(
+                **run_facts(run, trained, stored, dtype),
+                embodiments={part.embodiment: part.embodiment_id for part in parts},
+            )
+        ),
     )
-
-
-def _card(run: Path, trained: "TrainedRun", stored: dict[str, Any], dtype: str) -> str:
-    summary = summary_of(run, trained.step)
-    parts = getattr(trained.processor, "parts", [trained.processor])  # of a mixture
-    facts = CardFacts(
-        name=trained.recipe.run.name,
-        embodiments={part.embodiment: part.embodiment_id for part in parts},
-        dtype=dtype,
-        steps=trained.step,
-        base=stored["model"]["weights"],
-        data=stored["data"]["uri"],
-        fingerprint=summary.get("fingerprint") or fingerprint_of(run),
-        changes=changes(stored),
-        summary=summary,
-    )
-    return model_card(facts)

@@ -27,6 +27,7 @@ __all__ = [
     "build_processor",
     "build_validation",
     "checkpoint_blocks",
+    "clip_frames",
     "closed_loop",
     "compile_network",
     "data_problems",
@@ -54,6 +55,11 @@ def frame_prefix(recipe: Recipe, part: PartConfig) -> Any:
     from models.gr00t_n17.inputs.settings import ProcessorConfig
 
     return FirstResize.of(ProcessorConfig(**processor_settings(recipe, part.embodiment)))
+
+
+def clip_frames(recipe: Recipe) -> int:
+    """The frame of now; what a checkpoint reads of the past is known when its processor is built."""
+    return 1
 
 
 def checkpoint_blocks(network: "GR00TN17", config: "CheckpointingConfig") -> Any:

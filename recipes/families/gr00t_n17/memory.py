@@ -5,7 +5,7 @@ import dataclasses
 from recipes.schema import Recipe
 
 
-def memory_table(recipe: Recipe) -> str:
+def memory_table(recipe: Recipe, ranks: int = 1) -> str:
     """Weights, gradients and optimiser state by part, as text; activations are not in it.
 
     Of a checkpoint that lies elsewhere the released sizes are taken.

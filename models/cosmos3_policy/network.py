@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from models.cosmos3_policy.config import Cosmos3PolicyConfig
-from models.cosmos3_policy.layers.attention import Backend, plan_attention
+from models.cosmos3_policy.layers.attention_plan import Backend, Plan, plan_attention
 from models.cosmos3_policy.layers.heads import DomainLinear, TimeEmbedder
 from models.cosmos3_policy.layers.layer import Layer, Table
 from models.cosmos3_policy.layers.norm import RMSNorm
@@ -59,7 +59,10 @@ class Cosmos3Policy(nn.Module):
             self.action_modality_embed = nn.Parameter(torch.empty(width))
             if not self.action_modality_embed.is_meta:
                 self.reset_action_heads()
-        self.attention: Backend = "sdpa"
+        self.attention: Backend | None = None
+        """Implementation of attention, None for the one that suits device, dtype and compiling."""
+        self.length_multiple = 1
+        """Caption axes are padded to it, for few different shapes; `compile_network` sets it."""
         set_trainable(self)
 
     def init_weights(self, seed: int) -> None:
@@ -100,7 +103,10 @@ class Cosmos3Policy(nn.Module):
     def understand(self, packed: Packed) -> Understanding:
         """Run the captions through the frozen tower and keep the keys and values of every layer."""
         device = packed.text_ids.device
-        plan = plan_attention(packed.text_lengths, backend=self.attention, device=device)
+        missing = -len(packed.text_ids) % self.length_multiple
+        if missing:
+            packed = replace(packed, text_ids=nn.functional.pad(packed.text_ids, (0, missing)))
+        plan = self._plan(packed.text_lengths, rows=len(packed.text_ids), device=device)
         table = self._table(text_positions(packed))
         x = self.embed_tokens(packed.text_ids).to(self._stream_dtype(device))
         keys, values = [], []
@@ -113,7 +119,8 @@ class Cosmos3Policy(nn.Module):
     def _generate(self, packed: Packed, understanding: Understanding) -> Velocity:
         device = packed.text_ids.device
         lengths = packed.generated_lengths(self.config.latent_patch_size)
-        plan = plan_attention(lengths, packed.text_lengths, backend=self.attention, device=device)
+        rows = len(understanding.keys[0])
+        plan = self._plan(lengths, packed.text_lengths, context_rows=rows, device=device)
         table = self._table(generated_positions(packed, self.config))
         dtype = self._stream_dtype(device)
         level = self.time_embedder(packed.sigma.float() * 1000 * self.config.timestep_scale).to(dtype)
@@ -165,6 +172,14 @@ class Cosmos3Policy(nn.Module):
             return None
         row = self.action_proj_in(self.action_modality_embed.new_zeros(1, 1, self.config.action_dim), 0)
         return self.action_proj_out(row + self.action_modality_embed, 0).float().sum() * 0.0
+
+    def _plan(self, *lengths: tuple[int, ...], device: torch.device, **rows: int) -> Plan:
+        backend = self.attention
+        if backend is None:
+            backend = "padded" if self.length_multiple > 1 else "sdpa"
+            if device.type == "cuda" and self._stream_dtype(device) in (torch.bfloat16, torch.float16):
+                backend = "varlen"
+        return plan_attention(*lengths, backend=backend, device=device, multiple=self.length_multiple, **rows)
 
     def _table(self, positions: Tensor) -> Table:
         c = self.config

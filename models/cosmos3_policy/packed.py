@@ -156,7 +156,7 @@ def text_positions(packed: Packed, device: torch.device | str | None = None) -> 
     for length in packed.text_lengths:
         starts.extend(range(length))
     starts.extend([0] * (len(packed.text_ids) - len(starts)))
-    return _to(torch.tensor(starts, dtype=torch.float32), device or packed.text_ids.device).expand(3, -1)
+    return to_device(torch.tensor(starts, dtype=torch.float32), device or packed.text_ids.device).expand(3, -1)
 
 
 def generated_positions(
@@ -181,7 +181,7 @@ def generated_positions(
             if group.rows:
                 time = _times(group.rows, group.fps[i], 1, config, group.action_start[i]) + offset
                 pieces.append(torch.stack([time, torch.zeros_like(time), torch.zeros_like(time)]))
-    return _to(torch.cat(pieces, dim=1), device or packed.text_ids.device)
+    return to_device(torch.cat(pieces, dim=1), device or packed.text_ids.device)
 
 
 def _times(count: int, fps: float, stride: int, config: Cosmos3PolicyConfig, start: int = 0) -> Tensor:
@@ -199,7 +199,7 @@ def _rows(samples: Samples, start: int, stop: int) -> Tensor:
     return torch.stack(samples[start:stop]) if stop - start > 1 else samples[start].unsqueeze(0)
 
 
-def _to(host: Tensor, device: torch.device | str) -> Tensor:
+def to_device(host: Tensor, device: torch.device | str) -> Tensor:
     """A tensor of the host on a device, without waiting for it."""
     if torch.device(device).type != "cuda":
         return host.to(device)

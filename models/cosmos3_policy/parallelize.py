@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from models.cosmos3_policy.network import Cosmos3Policy
 
 BLOCKS = CompileConfig(scope="blocks")
+LENGTH_MULTIPLE = 256
+"""Caption tokens of a pack are padded to a multiple of this for compiled layers: few shapes, few graphs."""
 ACTION_HEADS = ("action_proj_in.", "action_proj_out.", "action_modality_embed")
 """Beginnings of the names that make up the action heads: fresh in a warm start, at five times the learning rate."""
 _TRAINED = ("norm_moe_gen.", "proj_in.", "proj_out.", "time_embedder.", *ACTION_HEADS)
@@ -74,6 +76,8 @@ def compile_network(
         raise ValueError("compile.scope=model: this model is compiled layer by layer, set compile.scope=blocks")
     report = compiling.apply(blocks(network), config, backend=backend)
     network.compiled = report
+    if config.scope == "blocks":
+        network.length_multiple = LENGTH_MULTIPLE
     return report
 
 

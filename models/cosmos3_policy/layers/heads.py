@@ -54,5 +54,5 @@ class DomainLinear(nn.Module):
         shape = (self.in_features, self.out_features)
         if isinstance(domain, int):
             return x @ self.fc.weight[domain].view(shape) + self.bias.weight[domain]
-        weight, bias = self.fc(domain), self.bias(domain)
-        return torch.bmm(x, weight.unflatten(-1, shape)) + bias.unsqueeze(1)
+        weight: Tensor = self.fc(domain).unflatten(-1, shape)
+        return torch.bmm(x, weight) + self.bias(domain).unsqueeze(1)

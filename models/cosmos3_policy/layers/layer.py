@@ -6,7 +6,8 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from models.cosmos3_policy.config import Cosmos3PolicyConfig
-from models.cosmos3_policy.layers.attention import Plan, attend
+from models.cosmos3_policy.layers.attention import attend
+from models.cosmos3_policy.layers.attention_plan import Plan
 from models.cosmos3_policy.layers.norm import RMSNorm
 from models.cosmos3_policy.layers.rotary import rotate
 

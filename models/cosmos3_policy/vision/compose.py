@@ -68,8 +68,8 @@ def compose_videos(
                 target.copy_(_plain(view[sample], halved))
                 continue
             for start, levels in augmenter(view[sample], drawn[sample]):
-                chunk = halve(levels) if halved else levels
-                target[:, start : start + chunk.shape[1]].copy_(truncate(chunk))
+                part = target[:, start : start + levels.shape[1]]
+                part.copy_(truncate(mean_of_four(levels) if halved else levels))
     if not direct:
         return torch.stack([place(video, canvas) for video in out])
     pad(out, canvas)
@@ -92,7 +92,7 @@ def _bare(canvas: Canvas) -> Canvas:
 
 
 def _plain(frames: Tensor, halved: bool) -> Tensor:
-    """uint8 [F, H, W, 3] -> uint8 [3, F, h, w] without augmentation; levels in [0, 1] on the way, as the reference's."""
+    """uint8 [F, H, W, 3] -> uint8 [3, F, h, w] not augmented; in [0, 1] on the way, as the reference is."""
     planes = frames.permute(3, 0, 1, 2)
     if not halved:
         return planes  # division by 255 and back keeps all 256 levels
@@ -108,6 +108,16 @@ def halve(levels: Tensor) -> Tensor:
     return out.add_(levels[..., 1::2, ::2]).add_(levels[..., 1::2, 1::2]).mul_(0.25)
 
 
+def mean_of_four(levels: Tensor) -> Tensor:
+    """`halve` but for the last bits of float32: whole rows are added first, which takes half the time."""
+    height, width = levels.shape[-2:]
+    if height % 2 or width % 2:
+        return halve(levels)
+    rows = levels.unflatten(2, (height // 2, 2))
+    both = rows[:, :, :, 0] + rows[:, :, :, 1]
+    return both[..., ::2].add(both[..., 1::2]).mul_(0.25)
+
+
 def truncate(levels: Tensor) -> Tensor:
-    """float32 levels in [0, 255] -> uint8, towards 0; by way of int16, which a CPU converts several values at a time."""
+    """float32 levels in [0, 255] -> uint8, towards 0; by way of int16, which a CPU converts many at a time."""
     return levels.to(torch.int16).to(torch.uint8)

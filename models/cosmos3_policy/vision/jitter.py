@@ -13,6 +13,7 @@ a clip is processed in place, in blocks of pixels that stay in a CPU's cache, by
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ GREY = (0.2989, 0.587, 0.114)
 """Shares of red, green and blue in torchvision's grey; they sum to 0.9999."""
 
 TOP = 255.0
-SCRATCH_PLANES = 5
+SCRATCH_PLANES = 7
 _TINY = 1e-6  # spread of a grey pixel, whose hue does not matter
 
 
@@ -59,12 +60,50 @@ def draw_jitter(
     return out
 
 
-def jitter_(levels: Tensor, jitter: Jitter, scratch: Tensor) -> Tensor:
-    """Change float32 levels [3, F, P] of F frames with P pixels in place and return them.
+class _Planes(NamedTuple):
+    """Scratch for one shape of block. distance: [3, F, n]; kept: three of [F, n]; half: [F, n], 0.5 everywhere."""
 
-    scratch: float32 [SCRATCH_PLANES, F, n]; n is the number of pixels of a frame that are processed at a time.
+    distance: Tensor
+    kept: tuple[Tensor, ...]
+    half: Tensor
+
+
+class JitterWork:
+    """Scratch for blocks of at most `pixels` pixels of each of `frames` frames.
+
+    Numbers that meet tensors are tensors here: a Python number is made one, and converted, at each call.
     """
-    size = scratch.shape[2]
+
+    def __init__(self, frames: int, pixels: int, device: torch.device) -> None:
+        self.pixels = pixels
+        self.one = torch.ones((), dtype=torch.float32, device=device)
+        self.sixths = torch.cat([self.one.view(1, 1, 1) / -6, self.one.view(1, 1, 1) / 6])
+        self._scratch = torch.empty((SCRATCH_PLANES - 1) * frames * pixels, dtype=torch.float32, device=device)
+        self._half = torch.full((frames * pixels,), 0.5, dtype=torch.float32, device=device)
+        self._planes: dict[tuple[int, ...], _Planes] = {}
+        self._numbers: dict[float, Tensor] = {}
+
+    def planes(self, x: Tensor) -> _Planes:
+        """Scratch for a block [3, F, n]."""
+        shape = tuple(x.shape[1:])
+        if shape not in self._planes:
+            count = shape[0] * shape[1]
+            scratch = self._scratch[: (SCRATCH_PLANES - 1) * count].view(SCRATCH_PLANES - 1, *shape)
+            self._planes[shape] = _Planes(scratch[:3], scratch[3:].unbind(0), self._half[:count].view(shape))
+        return self._planes[shape]
+
+    def number(self, value: float) -> Tensor:
+        """`value` without dimensions, on the device; the last few are kept."""
+        if value not in self._numbers:
+            if len(self._numbers) > 8:
+                self._numbers.clear()
+            self._numbers[value] = self.one * value
+        return self._numbers[value]
+
+
+def jitter_(levels: Tensor, jitter: Jitter, work: JitterWork) -> Tensor:
+    """Change float32 levels [3, F, P] of F frames with P pixels in place and return them."""
+    size = work.pixels
     before = jitter.order.index(CONTRAST)
     # The mean needs the whole frame: all that comes before it is done to all blocks first.
     for operations in (jitter.order[:before], jitter.order[before:]):
@@ -74,13 +113,13 @@ def jitter_(levels: Tensor, jitter: Jitter, scratch: Tensor) -> Tensor:
         for start in range(0, levels.shape[2], size):
             block = levels[:, :, start : start + size]
             for operation in operations:
-                _apply(block, operation, jitter, base, scratch[:, :, : block.shape[2]])
+                _apply(block, operation, jitter, base, work)
     return levels
 
 
-def _apply(x: Tensor, operation: int, jitter: Jitter, base: Tensor | None, scratch: Tensor) -> None:
+def _apply(x: Tensor, operation: int, jitter: Jitter, base: Tensor | None, work: JitterWork) -> None:
     if operation == BRIGHTNESS:
-        x.mul_(jitter.brightness)
+        x.mul_(work.number(jitter.brightness))
         if jitter.brightness > 1.0:
             x.clamp_max_(TOP)
     elif operation == CONTRAST:
@@ -89,16 +128,17 @@ def _apply(x: Tensor, operation: int, jitter: Jitter, base: Tensor | None, scrat
         if jitter.contrast > 1.0:
             x.clamp_(0.0, TOP)
     elif operation == SATURATION:
-        torch.lerp(_grey(x, scratch[0]), x, jitter.saturation, out=x)
+        torch.lerp(_grey(x, work), x, jitter.saturation, out=x)
         if jitter.saturation > 1.0:
             x.clamp_(0.0, TOP)
     else:
-        _turn_hue(x, jitter.hue, scratch)
+        _turn_hue(x, jitter.hue, work)
 
 
-def _grey(x: Tensor, out: Tensor) -> Tensor:
+def _grey(x: Tensor, work: JitterWork) -> Tensor:
     """[3, F, n] -> [F, n]."""
-    torch.mul(x[0], GREY[0], out=out)
+    out = work.planes(x).kept[0]
+    torch.mul(x[0], work.number(GREY[0]), out=out)
     return out.add_(x[1], alpha=GREY[1]).add_(x[2], alpha=GREY[2])
 
 
@@ -108,29 +148,27 @@ def _contrast_base(levels: Tensor, factor: float) -> Tensor:
     return (red * GREY[0]).add_(green, alpha=GREY[1]).add_(blue, alpha=GREY[2]).mul_(1.0 - factor).unsqueeze(1)
 
 
-def _turn_hue(x: Tensor, shift: float, scratch: Tensor) -> None:
+def _turn_hue(x: Tensor, shift: float, work: JitterWork) -> None:
     """Turn the hue of [3, F, n] in place; value and saturation stay.
 
-    In sixths of a turn from red, with r = red's share of the spread and d = (green - blue) / spread, the hue is
-    3 - (d + r * (sign(d) * 3 - 2 * d)): d alone where red is lowest, 1 + r or 3 - |d| away from cyan where d is at its
-    end or red is highest. What is kept is its distance from cyan, in turns.
+    In sixths of a turn from red, with r = red's share of the spread and s = (green - blue) / spread, the hue is
+    3 - (s + r * (sign(s) * 3 - 2 * s)): |s| away from cyan where red is lowest, 1 + r where |s| is 1, 3 - |s| where red
+    is highest. What is kept is z, the distance from cyan in turns. A channel d turns away from its own hue is then
+    high + spread * clamp(1 - 6 * d, -1, 0); red's hue is half a turn from cyan, green's and blue's a sixth.
     """
-    red, green, blue = x[0], x[1], x[2]
-    low, spread, a, b, z = scratch
-    torch.minimum(red, green, out=low)
-    torch.minimum(low, blue, out=low)
-    torch.maximum(red, green, out=spread)
-    torch.maximum(spread, blue, out=spread).sub_(low)
-    torch.clamp(spread, min=_TINY, out=a).reciprocal_()
-    torch.sub(green, blue, out=b).mul_(a)
-    torch.sub(red, low, out=z).mul_(a)
-    torch.copysign(a.fill_(0.5), b, out=a).add_(b, alpha=-1 / 3)
-    z.mul_(a).add_(b, alpha=1 / 6).sub_(shift)
-    z.sub_(torch.round(z, out=a))  # back to half a turn either way
-    _trapezoid(z, low, spread, torch.abs(z, out=a).mul_(6.0).sub_(1.0), out=red)
-    _trapezoid(z, low, spread, torch.sub(z, 1 / 6, out=a).abs_().mul_(-6.0).add_(2.0), out=green)
-    _trapezoid(z, low, spread, torch.add(z, 1 / 6, out=a).abs_().mul_(-6.0).add_(2.0), out=blue)
-
-
-def _trapezoid(z: Tensor, low: Tensor, spread: Tensor, ramp: Tensor, out: Tensor) -> None:
-    torch.addcmul(low, spread, ramp.clamp_(0.0, 1.0), out=out)
+    planes = work.planes(x)
+    one, half, sixths, (high, spread, z) = work.one, planes.half, work.sixths, planes.kept
+    d, low, shares, sides = planes.distance, planes.distance[0], planes.distance[1:], planes.distance[1:]
+    torch.amin(x, dim=0, out=low)
+    torch.amax(x, dim=0, out=high)
+    torch.sub(high, low, out=spread).clamp_min_(_TINY)
+    torch.sub(x[0], low, out=shares[0])
+    torch.sub(x[1], x[2], out=shares[1])
+    red, side = shares.div_(spread).unbind(0)
+    torch.copysign(half, side, out=low).add_(side, alpha=-1 / 3)
+    torch.mul(red, low, out=z).add_(side, alpha=1 / 6).sub_(one, alpha=shift)
+    z.sub_(torch.round(z, out=low))  # back to half a turn either way
+    torch.sub(half, torch.abs(z, out=low), out=low)
+    torch.add(z, sixths, out=sides).abs_()
+    torch.sub(one, d, alpha=6.0, out=d).clamp_(-1.0, 0.0)
+    torch.addcmul(high, spread, d, out=x)

@@ -17,7 +17,7 @@ from models.cosmos3_policy.vision.jitter import BRIGHTNESS, CONTRAST, GREY, SATU
 
 @torch.no_grad()
 def compose_clip(views: Sequence[Tensor], drawn: Augmentation | None, config: AugmentConfig | None) -> Tensor:
-    """uint8 [F, H, W, 3] of one camera or of wrist, left and right -> uint8 [3, F, H', W] of the picture, no padding."""
+    """uint8 [F, H, W, 3] of one camera or of wrist, left and right -> uint8 [3, F, H', W] of the picture, unpadded."""
     out = []
     for frames in zip(*views, strict=True):
         pictures = [frame.permute(2, 0, 1).contiguous().to(torch.float32).div_(255.0) for frame in frames]

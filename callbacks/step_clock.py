@@ -50,10 +50,12 @@ class Step:
 
 
 def batch_length(batch: Any) -> int:
-    """Samples in a batch: the leading size of its first tensor, or `len` of the batch."""
+    """Samples in a batch: the leading size of its positions or else of its first tensor, or `len` of the batch."""
     if isinstance(batch, torch.Tensor):
         return int(batch.shape[0])
     if isinstance(batch, dict):
+        if isinstance(batch.get("position"), torch.Tensor):  # one each, also where all tokens lie on one axis
+            return batch_length(batch["position"])
         return next((batch_length(value) for value in batch.values() if isinstance(value, torch.Tensor)), len(batch))
     if isinstance(batch, list | tuple) and batch and isinstance(batch[0], torch.Tensor):
         return batch_length(batch[0])

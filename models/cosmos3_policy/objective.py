@@ -16,7 +16,7 @@ from models.common import draws
 from models.cosmos3_policy.packed import Packed, Velocity
 
 SHIFTS = {"256": 3.0, "480": 5.0, "720": 10.0}
-"""Shift of the noise levels by the canvas tier, as the released model was trained."""
+"""Shift of the noise levels by the canvas tier, as the released model was trained; see `shift_of`."""
 # Esser et al. 2024 (arXiv 2403.03206), "mode sampling with heavy tails"; the scale is that of the released model.
 _MODE_SCALE = 1.29
 _DRAWN_AT_ONCE = 1 << 22
@@ -39,6 +39,11 @@ class ObjectiveConfig:
                 f"objective.vision_weight={self.vision_weight}, action_weight={self.action_weight}: both at least 0, "
                 "one of them above"
             )
+
+
+def shift_of(tier: str) -> float:
+    """Shift for a canvas tier; tier 704 has that of 720, and any other size that of the reference recipe's 480."""
+    return SHIFTS.get("720" if tier == "704" else tier, SHIFTS["480"])
 
 
 class Flow(NamedTuple):

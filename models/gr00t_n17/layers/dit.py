@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.common.dropout import Dropout, twice
 from models.gr00t_n17.config import GR00TN17Config
 
 
@@ -22,7 +23,7 @@ class Attention(nn.Module):
         self.to_q = nn.Linear(dim, dim)
         self.to_k = nn.Linear(context_dim, dim)
         self.to_v = nn.Linear(context_dim, dim)
-        self.to_out = nn.ModuleList([nn.Linear(dim, dim), nn.Dropout(dropout)])
+        self.to_out = nn.ModuleList([nn.Linear(dim, dim), Dropout(dropout)])
 
     def forward(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """`mask` [B, S] bool, True = may be attended."""
@@ -55,9 +56,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, dim: int, dropout: float, final_dropout: bool) -> None:
         super().__init__()
-        layers: list[nn.Module] = [GELUProjection(dim, 4 * dim), nn.Dropout(dropout), nn.Linear(4 * dim, dim)]
+        layers: list[nn.Module] = [GELUProjection(dim, 4 * dim), Dropout(dropout), nn.Linear(4 * dim, dim)]
         if final_dropout:
-            layers.append(nn.Dropout(dropout))
+            layers.append(Dropout(dropout))
         self.net = nn.ModuleList(layers)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -80,9 +81,10 @@ class AdaLayerNorm(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm attention and feed-forward, no gates; the attention output meets dropout twice with `final_dropout`.
+    """Pre-norm attention and feed-forward, no gates.
 
-    With time conditioning norm1 is AdaLN and norm3 has no weights; without it both are affine LayerNorms.
+    With time conditioning norm1 is AdaLN and norm3 has no weights; without it both are affine LayerNorms. With
+    `final_dropout` upstream drops the attention's output twice in a row; here one draw has the law of both.
     """
 
     def __init__(
@@ -97,10 +99,9 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.norm1 = AdaLayerNorm(dim) if time_conditioned else nn.LayerNorm(dim, eps=1e-5)
-        self.attn1 = Attention(dim, context_dim, num_heads, dropout)
+        self.attn1 = Attention(dim, context_dim, num_heads, twice(dropout) if final_dropout else dropout)
         self.norm3 = nn.LayerNorm(dim, eps=1e-5, elementwise_affine=not time_conditioned)
         self.ff = FeedForward(dim, dropout, final_dropout)
-        self.final_dropout = nn.Dropout(dropout) if final_dropout else nn.Identity()
 
     def forward(
         self,
@@ -110,7 +111,7 @@ class TransformerBlock(nn.Module):
         mask: Tensor | None = None,
     ) -> Tensor:
         normed = self.norm1(x) if activated_time is None else self.norm1(x, activated_time)
-        x = x + self.final_dropout(self.attn1(normed, context, mask))
+        x = x + self.attn1(normed, context, mask)
         return x + self.ff(self.norm3(x))
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from models.cosmos3_policy.config import Cosmos3PolicyConfig
+from models.cosmos3_policy.vae_flops import vae_flops
 from models.cosmos3_policy.vision.canvas import latent_frames
 
 MISSING = "the video encoder needs Diffusers: pip install 'robot-recipes[cosmos3]'"
@@ -80,6 +81,21 @@ class VideoEncoder:
         """Compile the encoder: one kernel set for the first frame, one for each length of piece after it."""
         self._run = torch.compile(self.encoder, dynamic=False)
         return self
+
+    def flops(self, frames: int, height: int, width: int, *, upstream: bool = False) -> int:
+        """FLOPs of encoding one clip; `upstream` counts as NVIDIA's framework does."""
+        config = self.config
+        return vae_flops(
+            frames,
+            height,
+            width,
+            base_dim=config.base_dim,
+            z_dim=config.z_dim,
+            dim_mult=config.dim_mult,
+            num_res_blocks=config.num_res_blocks,
+            temporal_downsample=config.temperal_downsample,
+            upstream=upstream,
+        )
 
     @torch.no_grad()
     def encode(self, video: Tensor) -> Tensor:

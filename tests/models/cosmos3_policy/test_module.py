@@ -18,7 +18,7 @@ from models.common.digest import weights_digest
 from models.common.ema import power_exponent
 from models.common.trained import load_trained
 from models.cosmos3_policy.config import Cosmos3PolicyConfig
-from models.cosmos3_policy.flops import PackShape, count_flops
+from models.cosmos3_policy.flops import PackShape, count_flops, upstream_flops
 from models.cosmos3_policy.module import Cosmos3PolicyModule
 from models.cosmos3_policy.network import Cosmos3Policy
 from models.cosmos3_policy.objective import losses
@@ -38,6 +38,9 @@ class MeanVae(torch.nn.Module):
         pixels = video[:, :, ::4].float() / 127.5 - 1
         grey = torch.nn.functional.avg_pool3d(pixels.mean(1, keepdim=True), (1, 16, 16))
         return grey * self.scale.view(1, -1, 1, 1, 1)
+
+    def flops(self, frames: int, height: int, width: int, *, upstream: bool = False) -> int:
+        return 2 * frames * height * width * (1 + upstream)
 
 
 def make_module(**options: Any) -> Cosmos3PolicyModule:
@@ -124,8 +127,12 @@ def test_loss_falls_and_numbers_are_logged(tmp_path: Path) -> None:
         assert row["train/lr/action_heads"] == pytest.approx(1e-2 * (1 - step / 300))
         assert row["train/nonfinite_steps"] == 0
     shape = PackShape(text=(3, 4, 5, 6), vision=(3 * 3 * 3,) * 4, action=(9,) * 4)  # 5 x 6 latents are 3 x 3 patches
-    assert module.step_flops == count_flops(CONFIG, shape).training
+    encoder = 4 * 2 * 9 * 96 * 112
+    assert module.step_encoder_flops == encoder
+    assert module.step_flops == count_flops(CONFIG, shape).training + encoder
     assert module.step_recompute_flops == 0
+    ratio = (upstream_flops(CONFIG, shape).training + 2 * encoder) / module.step_flops
+    assert module.option_figures() == {"upstream_flops_ratio": pytest.approx(ratio)}
 
 
 def test_a_step_is_the_weighted_sum_of_both_means_with_the_canvas_cropped() -> None:

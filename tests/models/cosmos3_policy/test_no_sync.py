@@ -28,6 +28,9 @@ class Vae:
     def encode(self, video: Tensor) -> Tensor:
         return torch.nn.functional.avg_pool3d(video[:, :1, ::4].float(), (1, 16, 16)).repeat(1, 4, 1, 1, 1)
 
+    def flops(self, *size: int, upstream: bool = False) -> int:
+        return 1
+
 
 def make_module(**options: Any) -> Cosmos3PolicyModule:
     return Cosmos3PolicyModule(

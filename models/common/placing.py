@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from models.common.sharded_state import distribute
 
@@ -33,6 +34,8 @@ def place(
     device = torch.device(device)
     dtype = target.dtype if dtype is None else dtype
     fits = not target.is_meta and target.dtype == dtype and _same_device(target.device, device)
+    if not fits and isinstance(target, DTensor):
+        raise ValueError(f"{name} is sharded: it is filled where it lies, in its own dtype; call to_empty before")
     value = target if fits else torch.empty(target.shape, dtype=dtype, device=device)
     fill(value)
     if fits:

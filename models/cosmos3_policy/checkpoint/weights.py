@@ -36,7 +36,7 @@ def load_weights(
     and the encoder of images, are left out.
 
     Args:
-        network: on a device, on meta, or sharded: parameters on meta are made on `device` as their values arrive.
+        network: on a device, sharded or not, or on meta: parameters are then made on `device` as their values arrive.
         source: what `CheckpointFolder` takes, in Diffusers' names or the framework's.
         keep_action_heads: take the action heads and the action embedding of `source` too, to go on with the same robot
             or a similar one. Otherwise they are fresh, a function of `seed`, whether `source` has some or not.

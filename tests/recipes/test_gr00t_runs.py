@@ -175,7 +175,7 @@ def test_steps_in_seconds_are_the_same_during_training_and_after_it(
 
 def test_adapters_alone_are_kept_and_merged_for_export(run: Any, arm_dataset: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    from models.gr00t_n17.checkpoint.stored import StoredTensors
+    from models.common.stored import StoredTensors
     from recipes.export import export_run
 
     summary = run("gr00t_n17/lora", "lora", f"data.uri={arm_dataset}", "trainer.max_steps=2", "optimizer.lr=1e-2")

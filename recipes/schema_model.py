@@ -89,5 +89,7 @@ class Cosmos3PolicyModelConfig(ModelConfig):
     name: Literal["cosmos3_policy"] = "cosmos3_policy"
     vae: str | None = None
     """Folder of the video autoencoder; null takes `vae/` beside `weights`, or a small random one for size tiny."""
+    compile_vae: bool = False
+    """Compile the encoder too: once for the first frame of a clip and once for each length of the pieces after it."""
     keep_action_heads: bool = False
     """Start from the checkpoint's action heads; else they are drawn afresh, as for another robot."""

@@ -135,7 +135,7 @@ def build_vae(recipe: Recipe) -> Any:
 
     own = model(recipe)
     if own.vae is None and own.weights is None:
-        return tiny_vae(model_config(recipe), seed=recipe.seed)
+        return tiny_vae(model_config(recipe), seed=recipe.seed, samples_at_once=8)
     from models.cosmos3_policy.checkpoint.folder import CheckpointFolder
     from recipes.checkpoint_source import local_checkpoint
 
@@ -159,9 +159,10 @@ def build_module(
     from models.cosmos3_policy.module import Cosmos3PolicyModule
     from models.cosmos3_policy.objective import shift_of
 
+    vae = build_vae(recipe)
     return Cosmos3PolicyModule(
         network,
-        build_vae(recipe),
+        vae.compile() if model(recipe).compile_vae else vae,
         seed=recipe.seed,
         optimizer=optimizer(recipe),
         schedule=schedule(recipe),

@@ -135,6 +135,10 @@ class ObjectIndex:
         """Frames with equal numbers come out of the same packets."""
         return bisect_right(self.first_frames, frame) - 1
 
+    def gop_numbers(self, frames: NDArray[np.int64]) -> NDArray[np.int64]:
+        """`gop_number` of many frames."""
+        return np.searchsorted(self.first_frames, frames, side="right") - 1
+
     def span(self, gop: int) -> tuple[int, int]:
         """(offset, length) of the smallest byte range with all packets that any frame of GOP number `gop` needs."""
         start = int(self._sync[gop])

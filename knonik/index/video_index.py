@@ -114,6 +114,12 @@ class VideoIndex:
             return number // IMAGES_PER_GROUP
         return self.object(key).gop_number(number) if self.usable(key) else 0
 
+    def groups(self, key: str, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """`group` for many frames of one object at once."""
+        if not self._builder.is_video(key):
+            return numbers // IMAGES_PER_GROUP
+        return self.object(key).gop_numbers(numbers) if self.usable(key) else np.zeros_like(numbers)
+
     def unit_span(self, key: str, group: int) -> tuple[int, int]:
         """(offset, length) of the bytes of object `key` that any frame of GOP `group` needs.
 

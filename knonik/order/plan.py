@@ -1,7 +1,9 @@
 """Which samples a batch holds and which frames they need: functions of (seed, position) that read nothing."""
 
 import hashlib
+import itertools
 import logging
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -291,14 +293,31 @@ class Planner:
     ) -> list[GopJob]:
         index = self._mixture.parts[number].dataset.index
         keys, numbers = index.locate_many(np.repeat(episodes, seen.shape[1]), own, seen.reshape(-1))
-        jobs: dict[tuple[str, int], GopJob] = {}
-        for place, key, frame in zip(places.tolist(), keys, numbers.tolist(), strict=True):
-            gop = key, index.group(key, frame)
-            job = jobs.get(gop)
-            if job is None:
-                job = jobs[gop] = GopJob(
-                    dataset=number, camera=camera, source_camera=own, key=key, group=gop[1], numbers=[], places=[]
-                )
-            job.numbers.append(frame)
-            job.places.append(place)
-        return list(jobs.values())
+        ids = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+        objects = np.fromiter(map(ids.__getitem__, keys), np.int64, len(keys))
+        groups = np.empty_like(numbers)
+        for key, i in ids.items():
+            (chosen,) = np.nonzero(objects == i)
+            groups[chosen] = index.groups(key, numbers[chosen])
+        # Long windows come to thousands of frames a batch: they are sorted by GOP, and Python sees whole GOPs only.
+        order = np.lexsort((groups, objects))
+        objects, sorted_groups = objects[order], groups[order]
+        starts = np.flatnonzero((objects[1:] != objects[:-1]) | (sorted_groups[1:] != sorted_groups[:-1])) + 1
+        bounds = [0, *starts.tolist(), len(order)] if len(order) else [0]
+        numbers_of, places_of, first = numbers[order].tolist(), places[order].tolist(), order.tolist()
+        jobs = [
+            (
+                first[begin],
+                GopJob(
+                    dataset=number,
+                    camera=camera,
+                    source_camera=own,
+                    key=keys[first[begin]],
+                    group=int(sorted_groups[begin]),
+                    numbers=numbers_of[begin:end],
+                    places=places_of[begin:end],
+                ),
+            )
+            for begin, end in itertools.pairwise(bounds)
+        ]
+        return [job for _, job in sorted(jobs, key=operator.itemgetter(0))]

@@ -139,7 +139,7 @@ class _Context:
         self._decoder.options = {"strict": "1"}
         # One converter for all frames and no threads of its own: setting one up costs more than a small frame does.
         self._reformatter = VideoReformatter()
-        self._converters: dict[tuple[FrameTags, int, int], swscale.Converter | None] = {}
+        self._kinds: dict[_Kind, tuple[FrameTags, swscale.Converter | None]] = {}
         self._used = False
 
     def decode(
@@ -151,6 +151,7 @@ class _Context:
         format: str,
         allowed: Collection[FrameTags] | None,
     ) -> FrameTags | None:
+        decode = self._decoder.decode
         if self._used:
             self._decoder.flush_buffers()
         self._used = True
@@ -159,11 +160,13 @@ class _Context:
             packet = av.Packet(packets[index])  # type: ignore[arg-type]  # any buffer is taken
             packet.pts = pts[index]
             packet.dts = index  # any rising value: only order matters here
-            for frame in self._decoder.decode(packet):
-                found = self._deliver(frame, targets, format, allowed) or found
+            for frame in decode(packet):
+                if (arrays := targets.pop(frame.pts, None)) is not None:
+                    found = self._deliver(frame, arrays, format, allowed)
         if targets:
-            for frame in self._decoder.decode(None):
-                found = self._deliver(frame, targets, format, allowed) or found
+            for frame in decode(None):
+                if (arrays := targets.pop(frame.pts, None)) is not None:
+                    found = self._deliver(frame, arrays, format, allowed)
         if targets:
             raise DecodeError(f"no frame came out for pts {sorted(targets)} of the GOP {_span(pts)}")
         return found
@@ -171,23 +174,27 @@ class _Context:
     def _deliver(
         self,
         frame: Any,
-        targets: dict[int, list[NDArray[Any]]],
+        arrays: list[NDArray[Any]],
         format: str,
         allowed: Collection[FrameTags] | None,
-    ) -> FrameTags | None:
-        arrays = targets.pop(frame.pts, None)
-        if arrays is None:
-            return None
+    ) -> FrameTags:
         if frame.is_corrupt:
             raise DecodeError(f"the frame with pts {frame.pts} is damaged")
-        found = _tags(frame)
+        kind = frame.format.name, frame.colorspace, frame.color_range, frame.height, frame.width
+        try:
+            found, converter = self._kinds[kind]
+        except KeyError:
+            found, converter = self._kinds[kind] = _of_kind(kind)
         if allowed is not None and found not in allowed:
             raise DecodeError(
                 f"the frame with pts {frame.pts} is {found.pix_fmt} with colour matrix {found.matrix} and range "
                 f"{found.range}, unlike the first frames of its camera"
             )
         if format == "rgb24":
-            if self._converted(frame, found, arrays):
+            # Of an interlaced frame PyAV converts each field by itself.
+            if converter is not None and not frame.interlaced_frame and converter.write(frame, arrays[0]):
+                for array in arrays[1:]:
+                    array[...] = arrays[0]
                 return found
             frame = self._reformatter.reformat(frame, format="rgb24", threads=1)
         elif found.pix_fmt not in _SAME_LAYOUT[format]:
@@ -196,29 +203,15 @@ class _Context:
             _WRITERS[format](frame, array)
         return found
 
-    def _converted(self, frame: Any, tags: FrameTags, arrays: list[NDArray[Any]]) -> bool:
-        """Have libswscale write a frame into `arrays` itself; False where that is not known to be the same."""
-        height, width, first = frame.height, frame.width, arrays[0]
-        key = tags, height, width
-        try:
-            converter = self._converters[key]
-        except KeyError:
-            converter = self._converters[key] = _converter(*key) if _writes_the_same(*key) else None
-        # Of an interlaced frame PyAV converts each field by itself.
-        if converter is None or frame.interlaced_frame or not converter.write(frame, first):
-            return False
-        for array in arrays[1:]:
-            array[...] = first
-        return True
+
+_Kind = tuple[str, int, int, int, int]  # pix_fmt, matrix, range, height, width
 
 
-def _tags(frame: Any) -> FrameTags:
-    return _tags_of(frame.format.name, int(frame.colorspace), int(frame.color_range))
-
-
-@functools.lru_cache(maxsize=64)
-def _tags_of(pix_fmt: str, matrix: int, range: int) -> FrameTags:
-    return FrameTags(pix_fmt=pix_fmt, matrix=matrix, range=range)
+def _of_kind(kind: _Kind) -> tuple[FrameTags, swscale.Converter | None]:
+    """Tags of such frames, and what writes them straight into an array; None where that is not known to be the same."""
+    pix_fmt, matrix, range, height, width = kind
+    tags = FrameTags(pix_fmt=pix_fmt, matrix=int(matrix), range=int(range))
+    return tags, _converter(tags, height, width) if _writes_the_same(tags, height, width) else None
 
 
 def _converter(tags: FrameTags, height: int, width: int) -> swscale.Converter:

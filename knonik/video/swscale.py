@@ -52,7 +52,8 @@ class Converter:
         full, one = int(range == _FULL_RANGE or pix_fmt == "yuvj420p"), 1 << 16
         if library.sws_setColorspaceDetails(self._context, coefficients, full, coefficients, 1, 0, one, one) < 0:
             raise OSError(f"libswscale does not take colour matrix {matrix}")
-        self._height, self._shape, self._num_bytes = height, (height, width, 3), height * width * 3
+        self._height, self._shape = height, (height, width, 3)
+        self._picture = ctypes.c_uint8 * (height * width * 3)
         # Made once: making them for each frame would take longer than filling them in.
         self._sources, self._source_strides = _Four(), _FourInts()
         self._targets, self._target_strides = _Four(), _FourInts(3 * width)
@@ -63,9 +64,13 @@ class Converter:
 
     def write(self, frame: Any, array: NDArray[np.uint8]) -> bool:
         """Convert a decoded frame into `array` [H, W, 3]; False if its memory, or libswscale, does not allow it."""
-        address = array.ctypes.data
-        usable = array.shape == self._shape and array.nbytes == self._num_bytes and array.flags.carray
-        if not usable or address % _ALIGNED:
+        try:
+            # Takes memory that is writable and without gaps; asking the array for its address costs twice as much.
+            picture = self._picture.from_buffer(array)
+        except (TypeError, ValueError):
+            return False
+        address = ctypes.addressof(picture)
+        if array.shape != self._shape or array.itemsize != 1 or address % _ALIGNED:
             return False
         self._targets[0] = address
         for number, plane in enumerate(frame.planes):

@@ -78,6 +78,7 @@ class Policy:
         folder: str | Path,
         *,
         processor: Cosmos3Processor | None = None,
+        encoder: Encoder | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
         sampling: Sampling | None = None,
@@ -86,8 +87,10 @@ class Policy:
         """Load a repository in Diffusers' layout, exported or released.
 
         Args:
-            folder: with transformer/, vae/ and, unless `processor` is given, the processor.json of an export.
+            folder: with transformer/, vae/ unless `encoder` is given, and the processor.json of an export unless
+                `processor` is.
             processor: for a released repository, which names no cameras and columns.
+            encoder: on `device`, in place of the folder's own.
             device: where network and encoder run.
             dtype: bfloat16 is what a bf16-mixed training computes in; float32 holds and computes all in float32.
             sampling, seed: as for the class.
@@ -102,8 +105,10 @@ class Policy:
         if dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"dtype={dtype}: bfloat16 or float32")
         opened = CheckpointFolder(folder)
-        if opened.vae is None:
-            raise FileNotFoundError(f"{folder} has no vae/: copy the video encoder that it was trained with into it")
+        if opened.vae is None and encoder is None:
+            raise FileNotFoundError(
+                f"{folder} has no vae/: copy the video encoder that it was trained with into it, or give `encoder`"
+            )
         if processor is None:
             if opened.processor is None:
                 raise FileNotFoundError(
@@ -118,9 +123,12 @@ class Policy:
         network.to(dtype)
         network.time_embedder.float()  # its arithmetic is float32 in training too
         load_weights(network, folder, keep_action_heads=True, device=device)
-        from models.cosmos3_policy.vision.vae import load_vae  # this one alone needs the extra
+        if encoder is None:
+            from models.cosmos3_policy.vision.vae import load_vae  # this one alone needs the extra
 
-        return cls(network.eval(), load_vae(opened.vae).to(device), processor, sampling=sampling, seed=seed)
+            assert opened.vae is not None
+            encoder = load_vae(opened.vae, device=device)
+        return cls(network.eval(), encoder, processor, sampling=sampling, seed=seed)
 
     def act(
         self,

@@ -20,7 +20,7 @@ from models.cosmos3_policy.network import Cosmos3Policy
 logger = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-RECIPE_FILE, CARD_FILE = "recipe.json", "README.md"
+RECIPE_FILE, CARD_FILE = "training_recipe.json", "README.md"
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".ckpt")
 
 

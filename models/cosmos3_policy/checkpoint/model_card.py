@@ -28,7 +28,7 @@ def model_card(facts: CardFacts) -> str:
         tags=("robotics", "cosmos3"),
         about="A Cosmos-3 policy in Diffusers' layout: `transformer/` is what was trained, everything else comes from "
         "the checkpoint it started from. `processor.json` says how observations become inputs and predictions actions; "
-        "the recipe it was trained with is `recipe.json`.",
+        "the recipe it was trained with is `training_recipe.json`.",
         rows={
             "robot's slot of the action heads": str(facts.domain),
             "chunk": f"{facts.horizon} actions at {facts.fps:g} a second",

@@ -1,5 +1,6 @@
 """The Cosmos-3 policy beside recorded episodes: chunks it predicts from recorded moments, and what was done then."""
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from recipes.evaluate import device
 from recipes.families.cosmos3_policy.build import build_vae
 from recipes.held_out import every_step, first_episodes
+from recipes.load import from_dict
 from recipes.parts import parts
 from recipes.sources import held_out_part, open_part
 
@@ -37,9 +39,14 @@ def evaluate_run(trained: "TrainedRun", *, uri: str | None, stride: int | None, 
 
 def evaluate_folder(folder: Path, uri: str, *, stride: int | None = None, limit: int | None = None) -> dict[str, Any]:
     """As `recipes.evaluate.evaluate_folder`."""
+    from models.cosmos3_policy.checkpoint.export import RECIPE_FILE
     from models.cosmos3_policy.policy import Policy
 
-    return _on_dataset(Policy.from_pretrained(folder, device=device()), uri, stride, limit)
+    encoder = None
+    if not (folder / "vae").is_dir() and (folder / RECIPE_FILE).is_file():
+        # a run that took its encoder from elsewhere, or a tiny one with a random encoder
+        encoder = build_vae(from_dict(json.loads((folder / RECIPE_FILE).read_text()))).to(device())
+    return _on_dataset(Policy.from_pretrained(folder, encoder=encoder, device=device()), uri, stride, limit)
 
 
 def _on_dataset(policy: "Policy", uri: str, stride: int | None, limit: int | None) -> dict[str, Any]:

@@ -29,9 +29,12 @@ __all__ = ["DEFAULT_SAVE", "CheckpointingConfig", "CheckpointingReport", "Plan",
 _log = logging.getLogger(__name__)
 # Matrix products and attention. The plain implementation of attention is two batched products.
 DEFAULT_SAVE = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_dot_product_*")
-_ATTENTION = tuple(
-    f"aten._scaled_dot_product_{name}_attention{device}"
-    for name, device in (("flash", ""), ("efficient", ""), ("cudnn", ""), ("flash", "_for_cpu"))
+_ATTENTION = (
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_cudnn_attention",
+    "torch_attn._varlen_attn",
 )
 
 
@@ -143,11 +146,13 @@ def apply(
     config: CheckpointingConfig,
     *,
     example: Callable[[], Any] | None = None,
+    default_save: tuple[str, ...] = DEFAULT_SAVE,
 ) -> CheckpointingReport:
     """Make the chosen blocks recompute, in place; before they are compiled and sharded.
 
     Args:
         blocks: by part, in the order they run; only those that run with gradients.
+        default_save: what mode `selective` keeps unless the configuration says it.
         example: runs one forward pass of the model on a typical micro-batch; it is called once, to measure. Without it
             mode `auto` measures in the first training step, in which every block recomputes and runs once more.
 
@@ -164,7 +169,7 @@ def apply(
     plan = Plan(config=config, report=report, states={})
     contexts = None
     if config.mode == "selective":
-        patterns = DEFAULT_SAVE if config.save is None else config.save
+        patterns = default_save if config.save is None else config.save
         plan.patterns = resolve(patterns)
         report.saved_ops = patterns
         contexts = _contexts(frozenset().union(*plan.patterns.values()), plan.seen)

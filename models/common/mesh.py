@@ -45,6 +45,7 @@ def shard_modules(
     policy: MixedPrecisionPolicy | None = None,
     *,
     entries: Sequence[str] = (),
+    unrounded: Sequence[nn.Module] | None = None,
 ) -> None:
     """Shard the trained parameters below `root` in place: one gather for each unit, one for what is in no unit.
 
@@ -54,18 +55,20 @@ def shard_modules(
             and freed after either; the last is not freed between the two.
         policy: dtypes of what is gathered and reduced; None means those of the parameters.
         entries: methods beside `forward` by which the root is entered.
+        unrounded: modules whose weights a policy does not round, each gathered by itself; None means the norms.
     """
     frozen = {parameter for parameter in root.parameters() if not parameter.requires_grad}
     trained = [unit for unit in units if any(parameter.requires_grad for parameter in unit.parameters())]
     if not any(parameter.requires_grad for parameter in root.parameters()):
         return
     options: dict[str, Any] = {"mesh": mesh, "ignored_params": frozen, "mp_policy": policy or MixedPrecisionPolicy()}
-    if policy is not None:  # norms read the float32 stream: their weights are gathered as they are, each by itself
-        norms = [m for m in root.modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm)]
-        for norm in norms:
-            if any(parameter.requires_grad for parameter in norm.parameters()):
-                fully_shard(norm, mesh=mesh, ignored_params=frozen, reshard_after_forward=True)
-                norm.freed_after_forward = True  # type: ignore[assignment]
+    if policy is not None:
+        if unrounded is None:  # norms read a float32 stream
+            unrounded = [m for m in root.modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm)]
+        for module in unrounded:
+            if any(parameter.requires_grad for parameter in module.parameters()):
+                fully_shard(module, mesh=mesh, ignored_params=frozen, reshard_after_forward=True)
+                module.freed_after_forward = True  # type: ignore[assignment]
     for unit in trained:
         freed: Any = unit is not trained[-1]
         fully_shard(unit, reshard_after_forward=freed, **options)

@@ -106,9 +106,10 @@ class Cosmos3Policy(nn.Module):
         missing = -len(packed.text_ids) % self.length_multiple
         if missing:
             packed = replace(packed, text_ids=nn.functional.pad(packed.text_ids, (0, missing)))
-        plan = self._plan(packed.text_lengths, rows=len(packed.text_ids), device=device)
+        dtype = _stream_dtype(self.embed_tokens.weight)
+        plan = self._plan(dtype, packed.text_lengths, rows=len(packed.text_ids), device=device)
         table = self._table(text_positions(packed))
-        x = self.embed_tokens(packed.text_ids).to(self._stream_dtype(device))
+        x = self.embed_tokens(packed.text_ids).to(dtype)
         keys, values = [], []
         for layer in self.layers:
             x, key, value = layer.understand(x, table, plan)
@@ -119,10 +120,10 @@ class Cosmos3Policy(nn.Module):
     def _generate(self, packed: Packed, understanding: Understanding) -> Velocity:
         device = packed.text_ids.device
         lengths = packed.generated_lengths(self.config.latent_patch_size)
+        dtype = _stream_dtype(self.proj_in.weight)
         rows = len(understanding.keys[0])
-        plan = self._plan(lengths, packed.text_lengths, context_rows=rows, device=device)
+        plan = self._plan(dtype, lengths, packed.text_lengths, context_rows=rows, device=device)
         table = self._table(generated_positions(packed, self.config))
-        dtype = self._stream_dtype(device)
         level = self.time_embedder(packed.sigma.float() * 1000 * self.config.timestep_scale).to(dtype)
         groups = list(packed.groups())
         x = torch.cat([self._embed(group, level[group.start : group.stop], dtype).flatten(0, 1) for group in groups])
@@ -173,11 +174,11 @@ class Cosmos3Policy(nn.Module):
         row = self.action_proj_in(self.action_modality_embed.new_zeros(1, 1, self.config.action_dim), 0)
         return self.action_proj_out(row + self.action_modality_embed, 0).float().sum() * 0.0
 
-    def _plan(self, *lengths: tuple[int, ...], device: torch.device, **rows: int) -> Plan:
+    def _plan(self, dtype: torch.dtype, *lengths: tuple[int, ...], device: torch.device, **rows: int) -> Plan:
         backend = self.attention
         if backend is None:
             backend = "padded" if self.length_multiple > 1 else "sdpa"
-            if device.type == "cuda" and self._stream_dtype(device) in (torch.bfloat16, torch.float16):
+            if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
                 backend = "varlen"
         return plan_attention(*lengths, backend=backend, device=device, multiple=self.length_multiple, **rows)
 
@@ -185,17 +186,18 @@ class Cosmos3Policy(nn.Module):
         c = self.config
         return rotary_table(positions, c.head_dim, c.rope_theta, c.rope_axes_dim)
 
-    def _stream_dtype(self, device: torch.device) -> torch.dtype:
-        """dtype of the tokens between the layers: autocast's where it is on, else that of the trained weights."""
-        if torch.is_autocast_enabled(device.type):
-            return torch.get_autocast_dtype(device.type)
-        return self.proj_in.weight.dtype
+
+def _stream_dtype(weight: Tensor) -> torch.dtype:
+    """dtype of the tokens between the layers: autocast's where it is on, else that of the tower's weights."""
+    kind = weight.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
 
 
 def _as(like: Samples, groups: list[Tensor]) -> Samples:
     """Velocities of the groups in the structure of the pack's own part."""
     if isinstance(like, list):
-        return [sample for group in groups for sample in group]
+        # Copies, since sharding hangs its hooks on what is returned, and a view may lose them.
+        return [sample.clone() for group in groups for sample in group]
     return groups[0] if len(groups) == 1 else torch.cat(groups)
 
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from models.cosmos3_policy.network import Cosmos3Policy
 
 BLOCKS = CompileConfig(scope="blocks")
+VARLEN = "torch_attn._varlen_attn"
+"""FlashAttention over packed samples, as checkpointing knows it."""
 LENGTH_MULTIPLE = 256
 """Caption tokens of a pack are padded to a multiple of this for compiled layers: few shapes, few graphs."""
 ACTION_HEADS = ("action_proj_in.", "action_proj_out.", "action_modality_embed")
@@ -55,9 +57,12 @@ def checkpoint_blocks(
     What captions go through is not recomputed: it has no backward pass. `network.checkpointing` keeps the report.
     Arguments: `models.common.checkpointing.apply`.
     """
+    import torch.nn.attention.varlen  # noqa: F401 (defines the operation that is to be kept)
+
     from models.common import checkpointing
 
-    report = checkpointing.apply(gradient_blocks(network), config, example=example)
+    save = (*checkpointing.DEFAULT_SAVE, VARLEN)
+    report = checkpointing.apply(gradient_blocks(network), config, example=example, default_save=save)
     network.checkpointing = report
     return report
 
@@ -92,7 +97,9 @@ def shard(network: Cosmos3Policy, mesh: DeviceMesh, policy: MixedPrecisionPolicy
     """
     from models.common.mesh import shard_modules
 
-    shard_modules(network, list(network.layers), mesh, policy, entries=("generate",))
+    # The noise level is embedded in float32. Norms are rounded as the stream is that they read.
+    unrounded = [network.time_embedder]
+    shard_modules(network, list(network.layers), mesh, policy, entries=("generate",), unrounded=unrounded)
 
 
 def tuned_parameters(network: Cosmos3Policy) -> dict[str, nn.Parameter]:

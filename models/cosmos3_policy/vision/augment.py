@@ -68,12 +68,19 @@ class ClipAugmenter:
     """Crop, resize back and jitter of clips whose frames have one size, with buffers that are used again."""
 
     def __init__(
-        self, config: AugmentConfig, height: int, width: int, device: torch.device, *, max_bytes: int = DEVICE_BYTES
+        self,
+        config: AugmentConfig,
+        size: tuple[int, int],
+        device: torch.device,
+        *,
+        max_bytes: int = DEVICE_BYTES,
+        chunk_frames: int | None = None,
     ) -> None:
+        """`max_bytes` bounds the buffers on a device that is no CPU; `chunk_frames` sets a chunk's frames itself."""
         self.config = config
-        self.size = (height, width)
+        self.size = height, width = size
         on_cpu = device.type == "cpu"
-        self.chunk_frames = 1 if on_cpu else max(1, max_bytes // _frame_bytes(height, width))
+        self.chunk_frames = chunk_frames or (1 if on_cpu else max(1, max_bytes // _frame_bytes(height, width)))
         pixels = height * width
         self.work = JitterWork(self.chunk_frames, min(CPU_BLOCK, pixels) if on_cpu else pixels, device)
         self._stretches: dict[int, Stretch] = {}

@@ -61,7 +61,7 @@ def compose_videos(
     out = empty_canvas(count, frames, whole or _bare(canvas), views[0].device)
     augmenter = None
     if drawn is not None and config is not None:
-        augmenter = ClipAugmenter(config, height, width, views[0].device, max_bytes=max_bytes)
+        augmenter = ClipAugmenter(config, (height, width), views[0].device, max_bytes=max_bytes)
     for sample in range(count):
         for view, target, halved in zip(views, _targets(out[sample], height, width, len(views)), _HALVED, strict=False):
             if augmenter is None or drawn is None:

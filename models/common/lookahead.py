@@ -9,6 +9,7 @@ checkpoint between the two says that it is still to come.
 """
 
 import contextlib
+import dataclasses
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -41,7 +42,8 @@ class Lookahead:
     """Runs `frozen` one micro-batch ahead.
 
     Args:
-        frozen: inputs -> what the trained part needs of them: tensors, nested in tuples, lists or mappings as may be.
+        frozen: inputs -> what the trained part needs of them: tensors, nested in tuples, lists, mappings or dataclasses
+            as may be.
             Its weights are never trained, it draws no random numbers and it changes nothing that others read.
         device: where it runs.
     """
@@ -165,3 +167,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _tensors(item)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name))

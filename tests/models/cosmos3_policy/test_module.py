@@ -2,7 +2,7 @@
 
 import csv
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from models.common import lookahead
 from models.common.digest import weights_digest
 from models.common.ema import power_exponent
 from models.common.trained import load_trained
@@ -232,19 +233,13 @@ def test_what_runs_ahead_keeps_no_graph_and_draws_from_no_generator() -> None:
     state = torch.get_rng_state()
     prepared = module.prepare(make_inputs(2, 2))
     assert torch.equal(torch.get_rng_state(), state)
-
-    def tensors(value: Any) -> Iterator[Tensor]:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, Mapping):
-            yield from (t for item in value.values() for t in tensors(item))
-        elif isinstance(value, tuple | list):
-            yield from (t for item in value for t in tensors(item))
-        elif hasattr(value, "__dict__"):
-            yield from tensors(vars(value))
-
-    found = list(tensors(prepared))
-    assert len(found) > 8
+    # the main stream must hold every one of them: pack, targets, and keys and values of both layers
+    found = list(lookahead._tensors(prepared))
+    flow, understanding = prepared
+    assert {id(t) for t in (flow.packed.latents, flow.packed.text_ids, flow.vision_target, flow.action_target)} <= {
+        id(tensor) for tensor in found
+    }
+    assert {id(t) for t in (*understanding.keys, *understanding.values)} <= {id(tensor) for tensor in found}
     assert not any(tensor.requires_grad for tensor in found)
 
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+RELEASED = "released"
+
 # Where things lay and how they were watched is nobody's business but the machine's.
 _PRIVATE = ("run", "data.uri", "data.cache", "data.generate", "logger", "wandb", "metrics", "checkpoint", "evaluation")
 
@@ -28,6 +30,7 @@ def export_run(
     step: int | None = None,
     checkpoint: Path | None = None,
     averaged: bool = False,
+    layout: str = RELEASED,
 ) -> dict[str, Any]:
     """Write a run's newest checkpoint, or that of a step, as a checkpoint folder; on the CPU alone.
 
@@ -38,12 +41,13 @@ def export_run(
         step: which checkpoint of the run.
         checkpoint: a checkpoint by its path instead: a file, or the folder of a sharded one.
         averaged: write the averages of the weights over the steps instead of the weights.
+        layout: "released", or "framework", which only cosmos3_policy has: what NVIDIA's framework trains from.
 
     Returns:
         `folder`, `step`, `dtype` and `bytes` of what was written.
 
     Raises:
-        ValueError: no run folder, no such checkpoint, or one that does not fit its recipe.
+        ValueError: no run folder, no such checkpoint, one that does not fit its recipe, or a layout its model has not.
         FileExistsError: `out` holds something.
     """
     from recipes.trained import load_run
@@ -51,7 +55,10 @@ def export_run(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} exists and is not empty; name a new folder")
     trained = load_run(run, step=step, checkpoint=checkpoint, averaged=averaged)
-    family(trained.recipe).export(trained, out, run=run, dtype=dtype, stored=RunFolder(run).recipe or {})
+    room = family(trained.recipe)
+    if layout not in room.LAYOUTS:
+        raise ValueError(f"layout={layout!r}: {trained.recipe.model.name} has {', '.join(room.LAYOUTS)}")
+    room.export(trained, out, run=run, dtype=dtype, layout=layout, stored=RunFolder(run).recipe or {})
     written = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
     return {"folder": str(out), "step": trained.step, "dtype": dtype, "bytes": written}
 

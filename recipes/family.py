@@ -25,6 +25,8 @@ class Family(Protocol):
 
     PARAMETER_GROUPS: tuple[str, ...]
     """Names that `optimizer.lr_multipliers` may have."""
+    LAYOUTS: tuple[str, ...]
+    """Kinds of folders that `export` writes."""
 
     # what `check` asks, before anything is built
 
@@ -125,8 +127,10 @@ class Family(Protocol):
     ) -> dict[str, Any]:
         """Open-loop figures of a checkpoint folder; see `recipes.evaluate.evaluate_folder`."""
 
-    def export(self, trained: "TrainedRun", out: Path, *, run: Path, dtype: str, stored: dict[str, Any]) -> None:
-        """Write a checkpoint folder in the model's released layout.
+    def export(
+        self, trained: "TrainedRun", out: Path, *, run: Path, dtype: str, layout: str, stored: dict[str, Any]
+    ) -> None:
+        """Write a checkpoint folder in one of the model's `LAYOUTS`.
 
         Args:
             run: the run folder. stored: the recipe it was started with, as plain values.

@@ -116,6 +116,12 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("run", type=Path, help="run folder")
     sub.add_argument("folder", type=Path, help="folder to make")
     sub.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights")
+    sub.add_argument(
+        "--layout",
+        choices=("released", "framework"),
+        default="released",
+        help="framework: cosmos3_policy as a distributed checkpoint that NVIDIA's framework trains from",
+    )
     sub.add_argument("--ema", action="store_true", help="the average of the weights over the steps, where one is kept")
     which = sub.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, help="checkpoint of this step instead of the newest")
@@ -211,7 +217,7 @@ def _eval_problems(arguments: argparse.Namespace) -> list[str]:
         if arguments.embodiment is not None:
             return ["--embodiment: a run knows its robot; it is for checkpoint folders"]
         return []
-    if not (arguments.run / "config.json").is_file():
+    if not any((arguments.run / file).is_file() for file in ("config.json", "transformer/config.json")):
         return [f"{arguments.run} is neither a run folder (no recipe.json) nor a checkpoint folder (no config.json)"]
     problems = []
     if arguments.uri is None:
@@ -245,6 +251,7 @@ def _export(arguments: argparse.Namespace, started_at: float) -> int:
             step=arguments.step,
             checkpoint=arguments.checkpoint,
             averaged=arguments.ema,
+            layout=arguments.layout,
         )
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)

@@ -93,7 +93,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     """`state_dict` and the plain values of a checkpoint that a run has written, tensors on the CPU.
 
     A file is mapped. Of a folder (torch.distributed.checkpoint) the shards of all ranks are joined here, in one
-    process; its index is unpickled by PyTorch, so read no folder from a stranger.
+    process.
 
     Raises:
         ValueError: neither, or without a state dict.
@@ -112,22 +112,17 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 def _read_sharded(folder: Path) -> dict[str, Any]:
     import torch
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import load
 
-    if not (folder / ".metadata").is_file():
-        raise ValueError(f"{folder} is no whole checkpoint: it has no .metadata, which is written last")
-    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
+    from models.common.dcp_tensors import DcpTensors
+
+    try:
+        stored = DcpTensors(folder)
+    except FileNotFoundError as error:
+        raise ValueError(f"{error}, which is written last") from error
     head = "state_dict."
-    state = {
-        name[len(head) :]: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries.items()
-        if name.startswith(head) and isinstance(entry, TensorStorageMetadata)
-    }
+    state = {name[len(head) :]: stored.tensor(name) for name in stored if name.startswith(head)}
     if not state:
-        raise ValueError(f"{folder} has no state_dict; it holds {sorted({name.split('.')[0] for name in entries})}")
-    load({"state_dict": state}, checkpoint_id=folder, no_dist=True)
+        raise ValueError(f"{folder} has no state_dict; it holds {sorted({name.split('.')[0] for name in stored})}")
     plain = folder / "meta.pt"
     values = torch.load(plain, map_location="cpu", weights_only=True) if plain.is_file() else {}
     return {**values, "state_dict": state}

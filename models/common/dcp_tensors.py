@@ -154,7 +154,7 @@ def _as_text(*parts: str) -> str:
 
 def _read_index(file: Path) -> metadata.Metadata:
     if not file.is_file():
-        raise FileNotFoundError(f"{file.parent} is no whole distributed checkpoint: it has no {file.name}")
+        raise FileNotFoundError(f"{file.parent} is no whole checkpoint: it has no {file.name}")
     try:
         with file.open("rb") as handle:
             index = _IndexReader(handle).load()

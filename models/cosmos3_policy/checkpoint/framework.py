@@ -53,7 +53,10 @@ def write_framework(
 
     state = {NET + names[name]: stored(tensor) for name, tensor in tensors.items()}
     if averages is not None:
-        state |= {AVERAGE + names[name]: stored(averages.get(name, tensor)) for name, tensor in tensors.items()}
+        state |= {
+            AVERAGE + theirs: stored(averages[name]) if name in averages else state[NET + theirs]
+            for name, theirs in names.items()
+        }
     iteration = f"iter_{step:09d}"
     with new_folder(folder) as temporary:
         writer = FileSystemWriter(temporary / iteration / "model", sync_files=True, thread_count=1)

@@ -1,23 +1,35 @@
-"""A run of the Cosmos-3 policy as a repository in Diffusers' layout."""
+"""A run of the Cosmos-3 policy as a repository in Diffusers' layout, or as NVIDIA's framework keeps one."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from models.cosmos3_policy.checkpoint.export import export
+from torch import Tensor
+
+from models.cosmos3_policy.checkpoint.export import DTYPES, export
 from models.cosmos3_policy.checkpoint.folder import CheckpointFolder
+from models.cosmos3_policy.checkpoint.framework import write_framework
 from models.cosmos3_policy.checkpoint.model_card import CardFacts, model_card
 from recipes.export import run_facts
 
 if TYPE_CHECKING:
     from recipes.trained import TrainedRun
 
+FRAMEWORK = "framework"
 
-def export_trained(trained: "TrainedRun", out: Path, *, run: Path, dtype: str, stored: dict[str, Any]) -> None:
+
+def export_trained(
+    trained: "TrainedRun", out: Path, *, run: Path, dtype: str, layout: str, stored: dict[str, Any]
+) -> None:
     """Write network, processor and model card, and beside them what else the starting checkpoint holds.
 
     Args:
-        run: the run folder. stored: the recipe it was started with, as plain values.
+        run: the run folder. layout: "released" or "framework". stored: the recipe it was started with, as plain values.
     """
+    if layout == FRAMEWORK:
+        # Its evaluation reads averages: where the network holds them they stand under both names.
+        averages = dict[str, Tensor]() if trained.averaged else None
+        write_framework(trained.network.state_dict(), out, step=trained.step, averages=averages, dtype=DTYPES[dtype])
+        return
     source, settings = trained.recipe.model.weights, trained.processor.settings
     export(
         trained.network,

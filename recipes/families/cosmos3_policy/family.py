@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from recipes.trained import TrainedRun
 
 __all__ = [
+    "LAYOUTS",
     "PARAMETER_GROUPS",
     "build_module",
     "build_network",
@@ -54,6 +55,7 @@ __all__ = [
 ]
 
 PARAMETER_GROUPS: tuple[str, ...] = ("action_heads",)
+LAYOUTS: tuple[str, ...] = ("released", "framework")
 
 
 def frame_prefix(recipe: Recipe, part: PartConfig) -> Any:
@@ -123,7 +125,7 @@ def evaluate_folder(
     return evaluate.evaluate_folder(folder, uri, stride=stride, limit=limit)
 
 
-def export(trained: "TrainedRun", out: Path, *, run: Path, dtype: str, stored: dict[str, Any]) -> None:
+def export(trained: "TrainedRun", out: Path, *, run: Path, dtype: str, layout: str, stored: dict[str, Any]) -> None:
     from recipes.families.cosmos3_policy.export import export_trained
 
-    export_trained(trained, out, run=run, dtype=dtype, stored=stored)
+    export_trained(trained, out, run=run, dtype=dtype, layout=layout, stored=stored)

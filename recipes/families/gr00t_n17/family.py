@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from recipes.trained import TrainedRun
 
 __all__ = [
+    "LAYOUTS",
     "PARAMETER_GROUPS",
     "build_module",
     "build_network",
@@ -47,6 +48,7 @@ __all__ = [
 ]
 
 PARAMETER_GROUPS: tuple[str, ...] = ()
+LAYOUTS: tuple[str, ...] = ("released",)
 
 
 def frame_prefix(recipe: Recipe, part: PartConfig) -> Any:
@@ -110,7 +112,7 @@ def evaluate_folder(
     return evaluate.evaluate_folder(folder, uri, embodiment=embodiment, stride=stride, limit=limit)
 
 
-def export(trained: "TrainedRun", out: Path, *, run: Path, dtype: str, stored: dict[str, Any]) -> None:
+def export(trained: "TrainedRun", out: Path, *, run: Path, dtype: str, layout: str, stored: dict[str, Any]) -> None:
     from recipes.families.gr00t_n17.export import export_trained
 
     export_trained(trained, out, run=run, dtype=dtype, stored=stored)

@@ -1,5 +1,6 @@
 """`export --layout framework`: a Cosmos-3 run as NVIDIA's framework keeps one, and no such thing for other models."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -7,11 +8,14 @@ import torch
 
 from models.common.dcp_tensors import DcpTensors
 from models.common.digest import weights_digest
+from models.cosmos3_policy.checkpoint.export import export
 from models.cosmos3_policy.checkpoint.weights import load_weights
 from models.cosmos3_policy.config import Cosmos3PolicyConfig
 from models.cosmos3_policy.network import Cosmos3Policy
 from recipes import trained
 from recipes.export import export_run
+from recipes.families.cosmos3_policy.build import model_config
+from recipes.families.cosmos3_policy.check import model_problems
 from recipes.load import load
 from recipes.trained import TrainedRun
 
@@ -53,3 +57,19 @@ def test_gr00t_has_no_such_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ValueError, match="layout='framework': gr00t_n17 has released"):
         export_run(tmp_path, tmp_path / "out", layout="framework")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_base_without_action_heads_starts_a_policy(tmp_path: Path) -> None:
+    """Its config.json says there are none; fresh ones are built, in any width, unless stored ones shall be kept."""
+    config = Cosmos3PolicyConfig.tiny(vocab_size=64, action_gen=False)
+    base = Cosmos3Policy(config)
+    base.init_weights(0)
+    export(base, tmp_path / "base", vae=None)
+    base_recipe = [f"model.weights={tmp_path / 'base'}", "data.uri=/nowhere", "model.size=released"]
+    recipe = load("cosmos3_policy/smoke", [*base_recipe, "model.config={action_dim: 16}"])
+    built = model_config(recipe)
+    assert built == dataclasses.replace(config, action_gen=True, action_dim=16, extra=built.extra)
+    load_weights(Cosmos3Policy(built), tmp_path / "base")
+    assert not [line for line in model_problems(recipe) if "model.config" in line]
+    kept = load("cosmos3_policy/smoke", [*base_recipe, "model.config={}", "model.keep_action_heads=true"])
+    assert [line for line in model_problems(kept) if "model.config.action_gen" in line]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from models.common.shards import SHARD_BYTES, new_folder, save_checkpoint_weights
 from models.common.weight_files import DIFFUSERS_STEM
-from models.cosmos3_policy.checkpoint.folder import CONFIG_FILE, PROCESSOR_FILE, TRANSFORMER, CheckpointFolder
+from models.cosmos3_policy.checkpoint.folder import CONFIG_FILE, PROCESSOR_FILE, TRANSFORMER, VAE, CheckpointFolder
 from models.cosmos3_policy.checkpoint.names import is_framework
 from models.cosmos3_policy.checkpoint.weights import by_name, open_weights
 from models.cosmos3_policy.network import Cosmos3Policy
@@ -30,6 +30,7 @@ def export(
     *,
     dtype: str = "bfloat16",
     base: CheckpointFolder | None = None,
+    vae: Path | None = None,
     processor: Mapping[str, Any] | None = None,
     recipe: Mapping[str, Any] | None = None,
     card: str | None = None,
@@ -46,6 +47,7 @@ def export(
         folder: must not exist, or be empty.
         dtype: of the transformer's tensors, "bfloat16" as released or "float32".
         base: the checkpoint the training started from. Its other parts are copied, and its config's unknown keys kept.
+        vae: folder of the video encoder where it is not the base's.
         processor: settings of the processor, written as processor.json.
         recipe: the resolved recipe, stored as it is.
         card: text of the model card, see `models.cosmos3_policy.checkpoint.model_card`.
@@ -61,6 +63,9 @@ def export(
     with new_folder(folder) as temporary:
         if base is not None:
             _copy_parts(base, temporary)
+        if vae is not None:
+            shutil.rmtree(temporary / VAE, ignore_errors=True)
+            shutil.copytree(vae, temporary / VAE)
         transformer = temporary / TRANSFORMER
         transformer.mkdir()
         values = {**((base.config_values if base else None) or {}), **network.config.to_dict()}

@@ -40,7 +40,9 @@ def model_config(recipe: Recipe) -> "Cosmos3PolicyConfig":
     if unknown:
         raise ValueError("\n".join(f"unknown key {key!r}{nearest(key, names)}" for key in unknown))
     if (stored := stored_config(recipe)) is not None:
-        return Cosmos3PolicyConfig.from_dict({**stored, **own.config})
+        # Fresh heads stand on a base that has none, too.
+        heads = {} if own.keep_action_heads else {"action_gen": True}
+        return Cosmos3PolicyConfig.from_dict({**stored, **heads, **own.config})
     if own.size == "tiny":
         return Cosmos3PolicyConfig.tiny(**own.config)
     return Cosmos3PolicyConfig(**own.config)

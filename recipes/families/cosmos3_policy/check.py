@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 # Fields of config.json that change no shape of the weights.
 _FREE = ("base_fps", "enable_fps_modulation", "unified_3d_mrope_temporal_modality_margin")
+# Those of the action heads, which have no stored weights where they are fresh.
+_HEADS = ("action_gen", "action_dim", "num_embodiment_domains")
 VIEWS = (1, 3)  # cameras of a picture: one by itself, or a wrist camera above two of the scene
 
 
@@ -181,7 +184,9 @@ def _processor(recipe: Recipe, problems: list[str]) -> "ProcessorConfig | None":
         settings = processor_config(recipe)
     except (TypeError, ValueError) as error:
         text = str(error).removeprefix("processor settings: ")
-        problems += [f"model.processor.{line}" for line in text.split("; ") if not line.startswith("horizon=")]
+        begins = "|".join(("augment.", *ProcessorConfig.names()))  # a problem begins with the name of its setting
+        lines = re.split(rf"; (?=(?:{begins})\b)", text)
+        problems += [f"model.processor.{line}" for line in lines if not line.startswith("horizon=")]
         if recipe.data.horizon % 4:
             problems.append(f"data.horizon: {recipe.data.horizon} is no multiple of 4, the frames of one latent frame")
         return None
@@ -200,11 +205,12 @@ def _architecture(recipe: Recipe) -> list[str]:
         return []
     if recipe.model.size != type(recipe.model).size:
         return [f"model.size: {recipe.model.size} has no effect beside the checkpoint's config.json; leave it out"]
+    free = _FREE if model(recipe).keep_action_heads else (*_FREE, *_HEADS)
     return [
         f"model.config.{name}: {value!r} is not the checkpoint's {stored[name]!r}, whose weights have that shape; "
         "leave it out"
         for name, value in flatten(dict(recipe.model.config)).items()
-        if name in stored and name not in _FREE and value != stored[name]
+        if name in stored and name not in free and value != stored[name]
     ]
 
 

@@ -9,7 +9,10 @@ from models.cosmos3_policy.checkpoint.export import DTYPES, export
 from models.cosmos3_policy.checkpoint.folder import CheckpointFolder
 from models.cosmos3_policy.checkpoint.framework import write_framework
 from models.cosmos3_policy.checkpoint.model_card import CardFacts, model_card
+from recipes.checkpoint_source import local_checkpoint
 from recipes.export import run_facts
+from recipes.families.cosmos3_policy.build import model
+from recipes.schema import Recipe
 
 if TYPE_CHECKING:
     from recipes.trained import TrainedRun
@@ -30,12 +33,13 @@ def export_trained(
         averages = dict[str, Tensor]() if trained.averaged else None
         write_framework(trained.network.state_dict(), out, step=trained.step, averages=averages, dtype=DTYPES[dtype])
         return
-    source, settings = trained.recipe.model.weights, trained.processor.settings
+    own, settings = model(trained.recipe), trained.processor.settings
     export(
         trained.network,
         out,
         dtype=dtype,
-        base=None if source is None else CheckpointFolder(source),
+        base=None if own.weights is None else CheckpointFolder(own.weights),
+        vae=_encoder(own.vae, trained.recipe),
         processor=trained.processor.to_dict(),
         recipe=stored,
         card=model_card(
@@ -49,3 +53,11 @@ def export_trained(
             )
         ),
     )
+
+
+def _encoder(source: str | None, recipe: Recipe) -> Path | None:
+    """Folder of the video encoder that a recipe names; None where it is the one beside the weights."""
+    if source is None:
+        return None
+    folder = local_checkpoint(source, recipe.data.cache.dir)
+    return CheckpointFolder(folder).vae or folder

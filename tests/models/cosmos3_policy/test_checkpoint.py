@@ -162,7 +162,10 @@ def test_an_export_is_the_base_but_for_what_was_trained(repository: Path, tmp_pa
     load_weights(network, repository, keep_action_heads=True)
     with torch.no_grad():
         network.layers[1].mlp_moe_gen.up_proj.weight.mul_(1.5)
-    export(network, tmp_path / "out", base=base, processor={"tier": "480"}, recipe={"seed": 1}, card="# card\n")
+    (tmp_path / "encoder").mkdir()
+    (tmp_path / "encoder" / "config.json").write_text('{"z_dim": 48}')
+    more = {"processor": {"tier": "480"}, "recipe": {"seed": 1}, "card": "# card\n"}
+    export(network, tmp_path / "out", base=base, vae=tmp_path / "encoder", **more)
     written = {}
     for file in sorted((tmp_path / "out" / "transformer").glob("*.safetensors")):
         written |= load_file(file)
@@ -181,6 +184,7 @@ def test_an_export_is_the_base_but_for_what_was_trained(repository: Path, tmp_pa
     again = CheckpointFolder(tmp_path / "out")
     assert again.processor == {"tier": "480"}
     assert again.vae == tmp_path / "out" / "vae"
+    assert (again.vae / "config.json").read_text() == '{"z_dim": 48}'  # the run's own, not the base's
     assert again.tokenizer == tmp_path / "out" / "text_tokenizer"
     assert again.config is not None
     assert dataclasses.replace(again.config, extra={}) == network.config

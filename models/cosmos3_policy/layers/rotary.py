@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from models.cosmos3_policy.packed import to_device
+
 
 def rotary_table(positions: Tensor, head_dim: int, theta: float, axes: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
     """Cosine and sine, float32 [S, 1, head_dim] each, of positions float32 [3, S] (time, row, column).
@@ -13,12 +15,9 @@ def rotary_table(positions: Tensor, head_dim: int, theta: float, axes: tuple[int
     # The host computes the frequencies: they are the same on every device.
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / (theta**exponents)
-    axis = torch.zeros(head_dim // 2, dtype=torch.long)
-    for i in (1, 2):
-        axis[i : 3 * axes[i] : 3] = i
-    device = positions.device
-    chosen = torch.stack([positions[i] for i in axis.tolist()], dim=-1)
-    angles = chosen * frequencies.to(device, non_blocking=True)
+    slots = [i % 3 if i < 3 * axes[i % 3] else 0 for i in range(head_dim // 2)]
+    chosen = torch.stack([positions[axis] for axis in slots], dim=-1)
+    angles = chosen * to_device(frequencies, positions.device)
     angles = torch.cat([angles, angles], dim=-1).unsqueeze(1)
     return angles.cos(), angles.sin()
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.cosmos3_policy.config import Cosmos3PolicyConfig
 from models.cosmos3_policy.network import Cosmos3Policy
@@ -115,15 +116,51 @@ def test_input_tokens_equal_the_library(network: Cosmos3Policy, golden: dict[str
 
 def test_stacked_samples_equal_listed_ones(network: Cosmos3Policy) -> None:
     """Equal shapes may come as tensors; texts still differ in length."""
-    other = dataclasses.replace(case.POLICY, name="other", text=11, sigma=0.4, fps=10.0, start=1)
+    other = dataclasses.replace(case.POLICY, name="other", text=11, sigma=0.4, fps=10.0, start=1, domain=3)
     listed = pack(case.POLICY, other)
     names = ("latents", "vision_noisy", "action", "action_noisy")
-    stacked = dataclasses.replace(listed, domain=2, **{name: torch.stack(getattr(listed, name)) for name in names})
+    stacked = dataclasses.replace(listed, **{name: torch.stack(getattr(listed, name)) for name in names})
     a, b = network(listed), network(stacked)
     assert isinstance(b.vision, Tensor)
     assert isinstance(b.action, Tensor)
     torch.testing.assert_close(b.vision, torch.stack(a.vision), rtol=0, atol=1e-6)
     torch.testing.assert_close(b.action, torch.stack(a.action), rtol=0, atol=1e-6)
+
+
+def test_one_domain_for_all_may_be_a_number(network: Cosmos3Policy) -> None:
+    by_sample = network(pack(case.POLICY, dataclasses.replace(case.COMMANDS, domain=2)))
+    by_number = network(pack(case.POLICY, case.COMMANDS, domain=2))
+    for a, b in zip(by_sample.action, by_number.action, strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=1e-6)
+
+
+class Reads(TorchDispatchMode):
+    """Operations that wait for the values of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.operations += 1
+        if name in {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2"}:
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "padded"])
+def test_a_pass_reads_no_value_of_a_tensor(network: Cosmos3Policy, attention: Any) -> None:
+    """On a GPU each of these would wait for the device."""
+    network.attention = attention
+    samples = (case.POLICY, case.COMMANDS)
+    packed = pack(*samples)
+    with Reads() as reads:
+        velocity = network(packed)
+        sum(v.sum() for v in (*velocity.vision, *velocity.action)).backward()
+    assert reads.operations > 100
+    assert reads.found == []
 
 
 def test_samples_of_a_pack_do_not_see_each_other(network: Cosmos3Policy) -> None:

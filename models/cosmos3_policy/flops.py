@@ -1,9 +1,10 @@
 """Model FLOPs of a pack, forward and in a training step, counted from the configuration (a multiply-add is two).
 
 Two definitions stand side by side. `Flops.training` is the numerator of MFU here and for the other models: matrix
-products and attention (full, also where it is causal), the frozen caption tower forward only. `upstream_flops` counts
-as the callback of NVIDIA's framework does: normalisation, softmax and activations too, a backward pass of everything,
-frozen or not, and all layers once more as soon as anything recomputes. What it calls MFU is nearer to HFU.
+products and attention (full, also where it is causal), the frozen caption tower forward only; the module adds the
+frozen video encoder, `vae_flops`. `upstream_flops` counts as the callback of NVIDIA's framework does: normalisation,
+softmax and activations too, a backward pass of everything, frozen or not, and all layers once more as soon as anything
+recomputes. What it calls MFU is nearer to HFU.
 """
 
 from __future__ import annotations

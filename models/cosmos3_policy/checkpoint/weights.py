@@ -32,8 +32,8 @@ def load_weights(
     """Copy the weights of `source` into `network`; for a new training, never to continue one.
 
     All names and shapes are compared first, from the headers of the files. Then each tensor goes from its file to its
-    place, so that beyond the network itself no more than one tensor is held in memory. Parts the policy has not, sound
-    and the encoder of images, are left out.
+    place, so that beyond the network itself no more than one tensor is held in memory (of the framework's folders, that
+    tensor and its part from one file). Parts the policy has not, sound and the encoder of images, are left out.
 
     Args:
         network: on a device, sharded or not, or on meta: parameters are then made on `device` as their values arrive.

@@ -71,6 +71,23 @@ def test_a_warm_start_takes_everything_but_the_action_heads(repository: Path) ->
     assert not any(torch.equal(fresh[name], rounded[name]) for name in fresh if not name.endswith("bias.weight"))
 
 
+@pytest.mark.parametrize("frozen_dtype", [None, torch.bfloat16])
+def test_a_load_holds_the_network_and_one_tensor(repository: Path, frozen_dtype: torch.dtype | None) -> None:
+    """Counted by the allocator, what lives for the length of one operation included, and the file that is mapped."""
+    mapped = max(file.stat().st_size for file in (repository / "transformer").glob("*.safetensors"))
+    network = build()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        load_weights(network, repository, keep_action_heads=True, frozen_dtype=frozen_dtype)
+    taken = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            taken += event.nbytes()
+            peak = max(peak, taken)
+    sizes = [parameter.numel() * parameter.element_size() for parameter in network.parameters()]
+    assert sum(sizes) <= peak <= sum(sizes) + max(sizes) + mapped
+    assert mapped < sum(sizes) / 2
+
+
 def test_fresh_heads_are_the_networks_own_and_move_no_generator() -> None:
     network = build(1)
     network.reset_action_heads(torch.Generator().manual_seed(7))

@@ -7,15 +7,16 @@ tokens, 9 latent frames of 33x40 and 33 action rows, 3,243 tokens. The VAE does 
 The released widths with as many layers as the device holds: `--layers` or, by default, the number that the hungriest
 case fits, the same for all cases. `--cases` is a list of CHECKPOINTING:COMPILE. CHECKPOINTING is none, full, selective,
 every-K or last-K (the layers that recompute); COMPILE is off, on, or mix for Inductor's mix-order reduction, which is
-off otherwise. MFU leaves recomputation and what is frozen out of the backward pass; HFU adds what ran twice; `upstream`
-is the count of NVIDIA's framework, which takes a backward pass of the frozen tower and one more forward pass for
+off otherwise. `--attention` is the implementation; auto is FlashAttention of variable lengths on a GPU. MFU leaves
+recomputation out, and the backward pass of what is frozen; HFU adds what ran twice; `upstream` is the count of NVIDIA's
+framework, which takes a backward pass of the frozen tower and one more forward pass for
 granted. Losses of the first step show that the cases compute the same.
 """
 
 import argparse
 import dataclasses
 import zlib
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from gpu_steps import Case, lines, peak_bytes, timed
@@ -26,6 +27,7 @@ from models.common.block_options import CheckpointingConfig, CompileConfig
 from models.common.optim import OptimizerConfig, build_optimizer
 from models.cosmos3_policy.config import Cosmos3PolicyConfig
 from models.cosmos3_policy.flops import PackShape, recompute_flops, step_flops, upstream_flops
+from models.cosmos3_policy.layers.attention_plan import Backend
 from models.cosmos3_policy.network import Cosmos3Policy
 from models.cosmos3_policy.objective import Flow, losses, noised
 from models.cosmos3_policy.parallelize import checkpoint_blocks, compile_network, is_trained
@@ -137,6 +139,7 @@ def run_case(arguments: argparse.Namespace, case: str) -> dict[str, Any]:
     device = torch.device(arguments.device)
     config = network_config(arguments.size, arguments.layers)
     network = build(config, device)
+    network.attention = None if arguments.attention == "auto" else arguments.attention
     checkpointing, compiling = options(case)
     checkpoint_blocks(network, checkpointing)
     compile_network(network, compiling)
@@ -220,6 +223,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", choices=list(SIZES), default="released")
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--attention", choices=["auto", *get_args(Backend)], default="auto")
     parser.add_argument("--cases", type=lambda text: text.split(","), default=LADDER.split(","))
 
 
@@ -243,11 +247,12 @@ def problem(arguments: argparse.Namespace) -> str | None:
 
 def cases(arguments: argparse.Namespace) -> list[Case]:
     """Every case, with the same layers."""
-    shared = {"size": arguments.size, "samples": arguments.samples, "layers": arguments.layers}
+    shared = {name: getattr(arguments, name) for name in ("size", "samples", "layers", "attention")}
     return [Case(name=case, row={"case": case}, options=shared) for case in arguments.cases]
 
 
 def title(arguments: argparse.Namespace) -> str:
     """Says how much of the model the figures are of."""
     whole = network_config(arguments.size, None).num_hidden_layers
-    return f"Cosmos-3 policy {arguments.size}, {arguments.layers} of {whole} layers, {arguments.samples} samples a pack"
+    what = f"{arguments.layers} of {whole} layers, {arguments.samples} samples a pack, attention {arguments.attention}"
+    return f"Cosmos-3 policy {arguments.size}, {what}"

@@ -40,7 +40,7 @@ def test_modes_of_gr00t_at_tiny_size(gpu: ModuleType) -> None:
 def test_the_ladder_of_cosmos3_at_tiny_size(gpu: ModuleType) -> None:
     """Every case is the same step: the same losses; what ran twice counts for HFU and never for MFU."""
     model = gpu.MODELS["cosmos3"]
-    arguments = argparse.Namespace(size="tiny", device="cpu", samples=2, steps=1, layers=2)
+    arguments = argparse.Namespace(size="tiny", device="cpu", samples=2, steps=1, layers=2, attention="auto")
     rows = {
         case: json.loads(json.dumps(model.run_case(arguments, case)))
         for case in ("none:off", "full:off", "selective:off", "last-1:off", "every-2:off")

@@ -1,7 +1,7 @@
 """The random part of the picture path on the device: one crop and one colour jitter per sample, for all its frames.
 
-Frames come as they were decoded and leave as float32 levels, in chunks that bound the memory: a single frame at a time
-on a CPU, whose caches then hold what the next pass reads, and as many as fit in a given number of bytes elsewhere. The
+Frames come as they were decoded and leave as float32 levels, in chunks that bound the memory: on a CPU so few that its
+caches hold what the next pass reads, elsewhere as many as fit in a given number of bytes. The
 draws are host values, so that neither the order of the operations nor the place of the crop waits for the device.
 """
 
@@ -18,7 +18,7 @@ from models.cosmos3_policy.vision.jitter import SCRATCH_PLANES, Jitter, JitterWo
 from models.cosmos3_policy.vision.stretch import Stretch
 
 CPU_BLOCK = 2**18
-"""Pixels of a frame that are jittered at a time on a CPU: eight planes of them are 8 MiB, which stays in a third-level
+"""Pixels that are jittered at a time on a CPU: eight planes of them are 8 MiB, which stays in a third-level
 cache. Smaller blocks, for the second level, cost more in calls than they save."""
 
 DEVICE_BYTES = 512 * 2**20
@@ -79,9 +79,10 @@ class ClipAugmenter:
         """`max_bytes` bounds the buffers on a device that is no CPU; `chunk_frames` sets a chunk's frames itself."""
         self.config = config
         self.size = height, width = size
-        on_cpu = device.type == "cpu"
-        self.chunk_frames = chunk_frames or (1 if on_cpu else max(1, max_bytes // _frame_bytes(height, width)))
         pixels = height * width
+        on_cpu = device.type == "cpu"
+        fitting = CPU_BLOCK // pixels if on_cpu else max_bytes // _frame_bytes(height, width)
+        self.chunk_frames = chunk_frames or max(1, fitting)
         self.work = JitterWork(self.chunk_frames, min(CPU_BLOCK, pixels) if on_cpu else pixels, device)
         self._stretches: dict[int, Stretch] = {}
         self._device = device

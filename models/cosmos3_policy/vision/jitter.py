@@ -153,12 +153,13 @@ def _turn_hue(x: Tensor, shift: float, work: JitterWork) -> None:
 
     In sixths of a turn from red, with r = red's share of the spread and s = (green - blue) / spread, the hue is
     3 - (s + r * (sign(s) * 3 - 2 * s)): |s| away from cyan where red is lowest, 1 + r where |s| is 1, 3 - |s| where red
-    is highest. What is kept is z, the distance from cyan in turns. A channel d turns away from its own hue is then
-    high + spread * clamp(1 - 6 * d, -1, 0); red's hue is half a turn from cyan, green's and blue's a sixth.
+    is highest. What is kept is z, the distance from cyan in turns. A channel whose own hue is d turns away is
+    high + spread * clamp(1 - 6 * d, -1, 0), which is high itself, to the last bit, where d is small: a channel that was
+    clamped to 255 must not become 254.99. Red's hue is half a turn from cyan, green's and blue's a sixth.
     """
     planes = work.planes(x)
-    one, half, sixths, (high, spread, z) = work.one, planes.half, work.sixths, planes.kept
-    d, low, shares, sides = planes.distance, planes.distance[0], planes.distance[1:], planes.distance[1:]
+    one, half, (high, spread, z) = work.one, planes.half, planes.kept
+    away, low, shares, sides = planes.distance, planes.distance[0], planes.distance[1:], planes.distance[1:]
     torch.amin(x, dim=0, out=low)
     torch.amax(x, dim=0, out=high)
     torch.sub(high, low, out=spread).clamp_min_(_TINY)
@@ -169,6 +170,6 @@ def _turn_hue(x: Tensor, shift: float, work: JitterWork) -> None:
     torch.mul(red, low, out=z).add_(side, alpha=1 / 6).sub_(one, alpha=shift)
     z.sub_(torch.round(z, out=low))  # back to half a turn either way
     torch.sub(half, torch.abs(z, out=low), out=low)
-    torch.add(z, sixths, out=sides).abs_()
-    torch.sub(one, d, alpha=6.0, out=d).clamp_(-1.0, 0.0)
-    torch.addcmul(high, spread, d, out=x)
+    torch.add(z, work.sixths, out=sides).abs_()
+    torch.sub(one, away, alpha=6.0, out=away).clamp_(-1.0, 0.0)
+    torch.addcmul(high, spread, away, out=x)

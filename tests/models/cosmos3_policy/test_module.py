@@ -143,11 +143,36 @@ def test_a_step_is_the_weighted_sum_of_both_means_with_the_canvas_cropped() -> N
     assert flow.packed.latents.shape == (3, 4, 3, 5, 6)
     vision, action = losses(module.network(flow.packed), flow)
     expected = 10 * vision.double().mean() + 10 * action.double().mean()
-    assert float(module.training_step(inputs)) == pytest.approx(float(expected), rel=1e-6)
+    assert float(module.training_step(inputs).detach()) == pytest.approx(float(expected), rel=1e-6)
     unequal = make_module(objective={"vision_weight": 1.0, "action_weight": 3.0, "shift": 3.0})
     flow = unequal.prepare(inputs).flow
     vision, action = losses(unequal.network(flow.packed), flow)
-    assert float(unequal.training_step(inputs)) == pytest.approx(float(vision.mean() + 3 * action.mean()), rel=1e-6)
+    assert float(unequal.training_step(inputs).detach()) == pytest.approx(
+        float(vision.mean() + 3 * action.mean()), rel=1e-6
+    )
+
+
+def test_the_reference_optimizer_decays_everything_and_hurries_the_action_heads() -> None:
+    module = make_module(
+        optimizer={
+            "lr": 8e-5, "betas": (0.9, 0.99), "weight_decay": 0.05, "weight_decay_on": "all",
+            "lr_multipliers": {"action_heads": 5.0},
+        },
+        schedule={"max_steps": 10_000, "kind": "linear", "cycle_steps": 100_000},
+    )  # fmt: skip
+    optimizer = module.configure_optimizers()["optimizer"]
+    names = {id(p): name for name, p in module.network.named_parameters()}
+    rest, heads = ([names[id(p)] for p in group["params"]] for group in optimizer.param_groups)
+    assert sorted(heads) == [
+        "action_modality_embed",
+        *(f"action_proj_{side}.{part}.weight" for side in ("in", "out") for part in ("bias", "fc")),
+    ]
+    assert set(rest) == {n for n, p in module.network.named_parameters() if p.requires_grad} - set(heads)
+    assert all((g["weight_decay"], g["betas"], g["eps"]) == (0.05, (0.9, 0.99), 1e-8) for g in optimizer.param_groups)
+    for step, rate in ((0, 8e-5), (5_000, 7.6e-5), (10_000, 7.2e-5)):
+        factor = module.schedule_config.factor(step)
+        rates = [group["initial_lr"] * factor for group in optimizer.param_groups]
+        assert rates == pytest.approx([rate, 5 * rate])
 
 
 def test_packs_of_unequal_sizes_give_the_mean_over_all_their_samples(tmp_path: Path) -> None:

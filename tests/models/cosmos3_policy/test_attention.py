@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
 
 from models.cosmos3_policy.layers.attention import attend
@@ -111,6 +112,26 @@ def test_captions_are_causal(lengths: str, padding: int, multiple: int, backend:
     found = attend(query, key, value, plan)
     assert found.isfinite().all()
     torch.testing.assert_close(found[: sum(texts)], expected[: sum(texts)], rtol=0, atol=1e-5)
+
+
+def test_the_varlen_kernel_takes_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real operation and its gradient on tensors without values: names, types and shapes of its arguments."""
+    monkeypatch.undo()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        query, key, value = (
+            torch.empty(12, heads, DIM, dtype=torch.bfloat16, requires_grad=True)
+            for heads in (HEADS, KV_HEADS, KV_HEADS)
+        )
+        context = (torch.empty(9, KV_HEADS, DIM), torch.empty(9, KV_HEADS, DIM))
+        plan = plan_attention((7, 5), (3, 4), context_rows=9, backend="varlen", multiple=8)
+        found = attend(query, key, value, plan, context)
+        assert found.shape == (12, HEADS * DIM)
+        assert found.dtype == torch.bfloat16
+        found.sum().backward()
+        assert key.grad is not None
+        assert key.grad.shape == key.shape
+        captions = plan_attention((3, 4), rows=12, backend="varlen", multiple=8)
+        assert attend(query, key, value, captions).shape == (12, HEADS * DIM)
 
 
 @pytest.mark.parametrize(("own", "texts"), [(CASES["blocks"]), ((1024, 1024), (128, 128)), ((256, 300), None)])

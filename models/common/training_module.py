@@ -47,12 +47,14 @@ class TrainingModule(LightningModule):
     Args:
         network: the model; its `requires_grad` flags say what is trained.
         seed: random draws are functions of it and of the place in the run.
-        optimizer: lr, betas, eps, weight_decay (and fused) of AdamW.
-        schedule: max_steps and warmup_steps or warmup_ratio.
+        optimizer, schedule: fields of `models.common.optim`'s two configs.
         lookahead: `stream` runs the frozen part of the next micro-batch beside the trained part of this one.
         ema: average of the trained weights over the steps; `averaged` puts it in.
         nonfinite_patience: take gradients that are no numbers as 0, for that many steps in a row; None lets them pass.
     """
+
+    optimizer_parts: Mapping[str, Sequence[str]] = {}
+    """Parts that may have a learning rate of their own, by the beginnings of their parameters' names."""
 
     def __init__(
         self,
@@ -84,9 +86,6 @@ class TrainingModule(LightningModule):
         self.train()
 
     # what a model says
-
-    optimizer_parts: Mapping[str, Sequence[str]] = {}
-    """Parts that may have a learning rate of their own, by the beginnings of their parameters' names."""
 
     def micro_batch_loss(self, inputs: Mapping[str, Any]) -> Loss:
         """Loss of one micro-batch."""

@@ -116,7 +116,9 @@ def test_the_smoke_recipe_and_each_rung_of_the_ladder_pass(world: Path, tmp_path
 def test_more_samples_than_the_prefetch_holds_are_refused_with_the_numbers(world: Path, tmp_path: Path) -> None:
     """A sample is 9 frames of 3 cameras of 64x64: 331,776 bytes; 8 of them, twice, are more than 5 MB."""
     (line,) = problems(world, tmp_path, "data.ring_bytes=5MB")
-    assert line.startswith("data.batch_size: 8 outruns the prefetch: 2 batches made ahead are 16 samples of 331776 byte")
+    assert line.startswith(
+        "data.batch_size: 8 outruns the prefetch: 2 batches made ahead are 16 samples of 331776 byte"
+    )
     assert "holds 15 samples. Give a batch_size of at most 7" in line
     assert problems(world, tmp_path, "data.ring_bytes=5MB", "data.batch_size=7") == []
     (line,) = problems(world, tmp_path, "data.ring_bytes=5MB", "data.batch_size=64", "data.pack_tokens=2000")
@@ -144,9 +146,7 @@ def test_what_the_user_gives_wins_over_a_rung() -> None:
             load(SMOKE, [wrong])
 
 
-def test_a_missing_package_is_told_with_its_extra(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_told_with_its_extra(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name == "diffusers" else object())
     (line,) = problems(world, tmp_path)
     assert line.endswith("install the extra: pip install -e '.[cosmos3]'")

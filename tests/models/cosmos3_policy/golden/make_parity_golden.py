@@ -4,6 +4,7 @@ Run in an environment of its own:
     python3.12 -m venv golden
     golden/bin/pip install "torch==2.11.*" "diffusers==0.39.*" "transformers==5.5.4" numpy safetensors
     golden/bin/python tests/models/cosmos3_policy/golden/make_parity_golden.py
+Diffusers 0.42.1 with PyTorch 2.13 gives the same bits.
 """
 
 from pathlib import Path
@@ -70,6 +71,12 @@ def arguments(sample: case.Sample) -> dict[str, Any]:
     return call
 
 
+def outputs(network: Cosmos3OmniTransformer, sample: case.Sample) -> tuple[list[Tensor], list[Tensor] | None]:
+    """Velocities of video and actions; releases differ in what they are returned in."""
+    found = network(**arguments(sample))
+    return (found[0], found[2]) if isinstance(found, tuple) else (found.sample, found.action)
+
+
 def main() -> None:
     network = Cosmos3OmniTransformer(**case.SIZES).float()
     shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
@@ -79,7 +86,7 @@ def main() -> None:
     network.layers[0].register_forward_pre_hook(lambda _, given: inputs.append(given[1].detach().clone()))
     for sample in case.SAMPLES:
         network.zero_grad(set_to_none=True)
-        vision, _, action = network(**arguments(sample))
+        vision, action = outputs(network, sample)
         tensors[f"{sample.name}/tokens"] = inputs.pop()
         tensors[f"{sample.name}/vision"] = vision[0][0]
         tensors[f"{sample.name}/positions"] = arguments(sample)["position_ids"]
@@ -95,7 +102,7 @@ def main() -> None:
     # Both samples of a pack: the sum of their gradients.
     network.zero_grad(set_to_none=True)
     for sample in (case.POLICY, case.COMMANDS):
-        vision, _, action = network(**arguments(sample))
+        vision, action = outputs(network, sample)
         loss = (vision[0][0] * case.values(sample.name + "/d_vision", vision[0][0].shape)).sum()
         (loss + (action[0] * case.values(sample.name + "/d_action", action[0].shape)).sum()).backward()
     for name, parameter in network.named_parameters():

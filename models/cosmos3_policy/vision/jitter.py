@@ -6,9 +6,8 @@ a clip is processed in place, in blocks of pixels that stay in a CPU's cache, by
 
 * brightness, contrast and saturation blend with 0, with the frame's mean grey, with the grey; the clamp that follows is
   left out where a factor of at most 1 cannot leave the range;
-* the turn of the hue needs no sector and no case. With low and c the smallest channel and the spread, and the red and
-  the difference of green and blue as shares of the spread, the hue seen from cyan has a closed form (see `_turn_hue`),
-  and each channel is low + c * a trapezoid of the turned hue.
+* the turn of the hue needs neither hue nor saturation: each channel is a line in the three old ones and in the highest
+  and lowest of them, held between those two (see `_turn_hue`).
 """
 
 from collections.abc import Sequence
@@ -25,8 +24,7 @@ GREY = (0.2989, 0.587, 0.114)
 """Shares of red, green and blue in torchvision's grey; they sum to 0.9999."""
 
 TOP = 255.0
-SCRATCH_PLANES = 7
-_TINY = 1e-6  # spread of a grey pixel, whose hue does not matter
+SCRATCH_PLANES = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +59,12 @@ def draw_jitter(
 
 
 class _Planes(NamedTuple):
-    """Scratch for one shape of block. distance: [3, F, n]; kept: three of [F, n]; half: [F, n], 0.5 everywhere."""
+    """Scratch for one shape of block: three of [F, n], and one of [3, F, n]."""
 
-    distance: Tensor
-    kept: tuple[Tensor, ...]
-    half: Tensor
+    low: Tensor
+    high: Tensor
+    total: Tensor
+    line: Tensor
 
 
 class JitterWork:
@@ -77,9 +76,7 @@ class JitterWork:
     def __init__(self, frames: int, pixels: int, device: torch.device) -> None:
         self.pixels = pixels
         self.one = torch.ones((), dtype=torch.float32, device=device)
-        self.sixths = torch.cat([self.one.view(1, 1, 1) / -6, self.one.view(1, 1, 1) / 6])
-        self._scratch = torch.empty((SCRATCH_PLANES - 1) * frames * pixels, dtype=torch.float32, device=device)
-        self._half = torch.full((frames * pixels,), 0.5, dtype=torch.float32, device=device)
+        self._scratch = torch.empty(SCRATCH_PLANES * frames * pixels, dtype=torch.float32, device=device)
         self._planes: dict[tuple[int, ...], _Planes] = {}
         self._numbers: dict[float, Tensor] = {}
 
@@ -88,8 +85,8 @@ class JitterWork:
         shape = tuple(x.shape[1:])
         if shape not in self._planes:
             count = shape[0] * shape[1]
-            scratch = self._scratch[: (SCRATCH_PLANES - 1) * count].view(SCRATCH_PLANES - 1, *shape)
-            self._planes[shape] = _Planes(scratch[:3], scratch[3:].unbind(0), self._half[:count].view(shape))
+            scratch = self._scratch[: SCRATCH_PLANES * count].view(SCRATCH_PLANES, *shape)
+            self._planes[shape] = _Planes(*scratch[:3].unbind(0), scratch[3:])
         return self._planes[shape]
 
     def number(self, value: float) -> Tensor:
@@ -137,7 +134,7 @@ def _apply(x: Tensor, operation: int, jitter: Jitter, base: Tensor | None, work:
 
 def _grey(x: Tensor, work: JitterWork) -> Tensor:
     """[3, F, n] -> [F, n]."""
-    out = work.planes(x).kept[0]
+    out = work.planes(x).total
     torch.mul(x[0], work.number(GREY[0]), out=out)
     return out.add_(x[1], alpha=GREY[1]).add_(x[2], alpha=GREY[2])
 
@@ -151,25 +148,30 @@ def _contrast_base(levels: Tensor, factor: float) -> Tensor:
 def _turn_hue(x: Tensor, shift: float, work: JitterWork) -> None:
     """Turn the hue of [3, F, n] in place; value and saturation stay.
 
-    In sixths of a turn from red, with r = red's share of the spread and s = (green - blue) / spread, the hue is
-    3 - (s + r * (sign(s) * 3 - 2 * s)): |s| away from cyan where red is lowest, 1 + r where |s| is 1, 3 - |s| where red
-    is highest. What is kept is z, the distance from cyan in turns. A channel whose own hue is d turns away is
-    high + spread * clamp(1 - 6 * d, -1, 0), which is high itself, to the last bit, where d is small: a channel that was
-    clamped to 255 must not become 254.99. Red's hue is half a turn from cyan, green's and blue's a sixth.
+    Whole thirds of a turn exchange channels. For the rest, t sixths of a turn from red towards green, 0 <= t <= 1, the
+    new red is r - g - (1 - 2 * t) * b + (1 - t) * (high + low), held between low and high; green and blue follow in
+    turn, and the other way round green and blue change places. On the edges of the hexagon of hues where blue is the
+    lowest or the highest, this line is the flank of the HSV cone's trapezoid, moved by t; on the two where blue lies
+    between, the line has left the range, at the end at which the trapezoid is flat.
     """
-    planes = work.planes(x)
-    one, half, (high, spread, z) = work.one, planes.half, planes.kept
-    away, low, shares, sides = planes.distance, planes.distance[0], planes.distance[1:], planes.distance[1:]
+    thirds = round(3.0 * shift)
+    if thirds:
+        x.copy_(x.roll(thirds, dims=0))
+    rest = 6.0 * shift - 2.0 * thirds
+    t = min(abs(rest), 1.0)
+    low, high, total, line = work.planes(x)
     torch.amin(x, dim=0, out=low)
     torch.amax(x, dim=0, out=high)
-    torch.sub(high, low, out=spread).clamp_min_(_TINY)
-    torch.sub(x[0], low, out=shares[0])
-    torch.sub(x[1], x[2], out=shares[1])
-    red, side = shares.div_(spread).unbind(0)
-    torch.copysign(half, side, out=low).add_(side, alpha=-1 / 3)
-    torch.mul(red, low, out=z).add_(side, alpha=1 / 6).sub_(one, alpha=shift)
-    z.sub_(torch.round(z, out=low))  # back to half a turn either way
-    torch.sub(half, torch.abs(z, out=low), out=low)
-    torch.add(z, work.sixths, out=sides).abs_()
-    torch.sub(one, away, alpha=6.0, out=away).clamp_(-1.0, 0.0)
-    torch.addcmul(high, spread, away, out=x)
+    torch.add(low, high, out=total)
+    if rest >= 0:
+        torch.sub(x[:2], x[1:], out=line[:2])
+        torch.sub(x[2], x[0], out=line[2])
+        line[0].add_(x[2], alpha=2.0 * t - 1.0)
+        line[1:].add_(x[:2], alpha=2.0 * t - 1.0)
+    else:
+        torch.sub(x[1:], x[:2], out=line[1:])
+        torch.sub(x[0], x[2], out=line[0])
+        line[:2].add_(x[1:], alpha=2.0 * t - 1.0)
+        line[2].add_(x[0], alpha=2.0 * t - 1.0)
+    line.add_(total, alpha=1.0 - t)
+    torch.clamp(line, low, high, out=x)

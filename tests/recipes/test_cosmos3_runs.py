@@ -1,4 +1,4 @@
-"""Whole runs of the Cosmos-3 policy on a few demonstrations: the loss falls, a run continues, every rung trains alike."""
+"""Whole runs of the Cosmos-3 policy on few demonstrations: the loss falls, a run continues, every rung trains alike."""
 
 import gc
 import json

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.build import loader_options
-from recipes.build import build_processor
+from recipes.build import build_processor, loader_options
 from recipes.check import checked
 from recipes.schema import Recipe
 from recipes.sources import open_all, training_part

@@ -12,10 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from models.gr00t_n17.checkpoint.folder import CheckpointFolder, weight_files
 from models.common.trained import DIGEST_KEY, FrozenWeights
-from recipes.build import build_network
-from recipes.build import build_processor
+from models.gr00t_n17.checkpoint.folder import CheckpointFolder, weight_files
+from recipes.build import build_network, build_processor
 from recipes.export import export_run
 from recipes.launch import main
 from recipes.load import load, to_dict

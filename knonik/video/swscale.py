@@ -66,7 +66,7 @@ class Converter:
         """Convert a decoded frame into `array` [H, W, 3]; False if its memory, or libswscale, does not allow it."""
         try:
             # Takes memory that is writable and without gaps; asking the array for its address costs twice as much.
-            picture = self._picture.from_buffer(array)
+            picture = self._picture.from_buffer(array)  # type: ignore[arg-type]  # arrays are buffers
         except (TypeError, ValueError):
             return False
         address = ctypes.addressof(picture)

@@ -78,7 +78,7 @@ class VideoEncoder:
         return self
 
     def compile(self) -> "VideoEncoder":
-        """Compile the encoder: one kernel set for the first frame, one for each length of piece after it."""
+        """Compile the encoder: once each for the first frame, the piece after it, and every length of later pieces."""
         self._run = torch.compile(self.encoder, dynamic=False)
         return self
 

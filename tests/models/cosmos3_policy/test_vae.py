@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 from models.cosmos3_policy.config import Cosmos3PolicyConfig
 from models.cosmos3_policy.vision.vae import TINY, VideoEncoder, load_vae, tiny_vae
@@ -38,6 +39,18 @@ def test_latents_are_the_librarys_for_any_pieces(autoencoder: nn.Module, options
     assert latents.shape == (3, 4, 5, 2, 3)
     assert latents.dtype == torch.float32
     torch.testing.assert_close(latents, expected(autoencoder, clips), rtol=1e-5, atol=1e-5)
+
+
+def test_compiled_it_is_traced_whole_for_three_kinds_of_piece(
+    autoencoder: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clips = video(samples=2, frames=13)
+    encoder = VideoEncoder(autoencoder)
+    plain = encoder.encode(clips)
+    counter, compile_module = CompileCounter(), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda module, **given: compile_module(module, backend=counter, **given))
+    assert torch.equal(encoder.compile().encode(clips), plain)
+    assert counter.frame_count == 3  # the first frame, the piece after it, all others of both clips
 
 
 def test_33_frames_are_encoded_as_33(autoencoder: nn.Module) -> None:

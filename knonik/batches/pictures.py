@@ -1,7 +1,9 @@
 """From the jobs of a plan to pictures in a batch's memory: read, decode, prepare, and keep what is wanted again."""
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,9 @@ from knonik.batches.parts import FramePrefix, OpenPart
 from knonik.dataset import Dataset
 from knonik.index.stock import TOLERANCE_S
 from knonik.order.plan import BatchPlan, GopJob
+from knonik.video.frames import Start
+
+logger = logging.getLogger(__name__)
 
 _SHARED = frozenset({"disk_bytes", "disk_limit_bytes"})  # gauges of what all parts share
 
@@ -55,17 +60,31 @@ class Pictures:
                 units[job.dataset][job.key, job.group] = None
         return [list(each) for each in units]
 
-    def ahead(self, jobs: Sequence[GopJob]) -> None:
-        """The calling thread will write these jobs next; their packets are read now where that is cheaper."""
-        if self._hold is not None:
-            return  # which packets are needed, and how far, turns out when a job's turn comes
-        wanted: dict[int, list[tuple[str, int]]] = {}
-        for job in jobs:
-            part = self._parts[job.dataset]
-            if job.camera not in part.decoded and part.kind(job.source_camera) != "image":
-                wanted.setdefault(job.dataset, []).append((job.key, max(job.numbers)))
-        for number, frames in wanted.items():
-            self._parts[number].source.ahead(frames)
+    def prepare(self, plan: BatchPlan, jobs: Sequence[GopJob], flat: Mapping[str, NDArray[Any]]) -> list[Start]:
+        """`write` for each of a few jobs, in parts: to be begun one after another and then ended, by this thread.
+
+        What can be done without decoding is done here for all of them, and their packets are read where that is
+        cheaper: between two decodings every step would find its code and data gone from the caches.
+        """
+        if self._hold is None:  # else it turns out when a job's turn comes which packets are needed, and how far
+            wanted: dict[int, list[tuple[str, int]]] = {}
+            for job in jobs:
+                part = self._parts[job.dataset]
+                if job.camera not in part.decoded and part.kind(job.source_camera) != "image":
+                    wanted.setdefault(job.dataset, []).append((job.key, max(job.numbers)))
+            for number, frames in wanted.items():
+                self._parts[number].source.ahead(frames)
+        return [self._prepared(plan, job, flat[job.camera]) for job in jobs]
+
+    def _prepared(self, plan: BatchPlan, job: GopJob, flat: NDArray[Any]) -> Start:
+        part = self._parts[job.dataset]
+        kept = self._hold is not None or job.camera in part.decoded or job.camera in self._prefixed
+        try:
+            if not kept and not part.dataset.index.has_far_rows(job.key):
+                return part.readers[job.camera].prepare(job.key, job.numbers, [flat[place] for place in job.places])
+        except Exception as error:  # met once more by `write`, where it is known which job it belongs to
+            logger.debug("%s is not prepared: %s", job.key, error)
+        return partial(self.write, plan, job, flat)
 
     def write(self, plan: BatchPlan, job: GopJob, flat: NDArray[Any]) -> None:
         """Put the pictures of a job into `flat`, the camera's [B * T, ...] pictures of the batch."""

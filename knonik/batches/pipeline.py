@@ -33,7 +33,7 @@ from knonik.video.frames import FrameSpec
 _CHUNKS_PER_THREAD = 4  # enough to even out GOPs of unequal cost, few enough that queueing costs nothing
 
 _FIRST_CHUNKS = 4  # times as many for the first batch
-_JOBS_READ = 8  # GOPs whose packets a thread reads at once; of the longest ones that is some MB
+_JOBS_AT_ONCE = 8  # GOPs read, decoded and converted together by a thread; of the longest ones that is some MB
 
 
 class LoaderError(RuntimeError):
@@ -320,23 +320,34 @@ class Pipeline:
             return False
         begin = time.perf_counter()
         error: BaseException | None = None
-        for place, job in enumerate(jobs):
-            if self._closing.is_set() or work.error is not None:
+        for place in range(0, len(jobs), _JOBS_AT_ONCE):
+            if (error := self._write(work, jobs[place : place + _JOBS_AT_ONCE])) is not None:
                 break
-            try:
-                if place % _JOBS_READ == 0:
-                    self._pictures.ahead(jobs[place : place + _JOBS_READ])
-                self._pictures.write(work.plan, job, work.flat[job.camera])
-            except Exception as cause:
-                error = self._failed(work, job, cause)
-                if error is not None:
-                    break
         waited = self._pictures.waited_s()
         items = sum(len(job.places) for job in jobs)
         self._stages["decode"].add("busy", time.perf_counter() - begin - waited, items)
         self._stages["fetch"].add("busy", waited, items)
         work.part_done(error)
         return True
+
+    def _write(self, work: _Work, jobs: list[GopJob]) -> Exception | None:
+        """Write the pictures of some jobs; the error to raise, if any."""
+        if self._closing.is_set() or work.error is not None:
+            return None
+        left: list[tuple[GopJob, Any]] = [*zip(jobs, self._pictures.prepare(work.plan, jobs, work.flat), strict=True)]
+        while left:
+            rests = []
+            for job, start in left:
+                if self._closing.is_set() or work.error is not None:
+                    return None
+                try:
+                    if (rest := start()) is not None:
+                        rests.append((job, rest))
+                except Exception as cause:
+                    if (error := self._failed(work, job, cause)) is not None:
+                        return error
+            left = rests
+        return None
 
     def _failed(self, work: _Work, job: GopJob, cause: Exception) -> Exception | None:
         """The error to raise; None where bad samples are left out, which are then noted."""

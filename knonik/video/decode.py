@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 # libav's own `av1` decoder needs hardware; container readers take dav1d too.
 _DECODERS: Mapping[str, str] = {"av1": "libdav1d"}
+# Of rgb: larger pictures, held back, would push out of the caches what the decoder works with.
+_MOST_HELD_BYTES = 2 << 20
 
 
 class DecodeError(RuntimeError):
@@ -95,6 +97,24 @@ class GopDecoder:
             DecodeError: a wanted time is in no packet, a frame does not come out, or it is not of the size, format or
                 tags that `out`, `format` and `allowed` say.
         """
+        return self.start(codec, packets, pts, wanted, out, format, allowed)()
+
+    def start(
+        self,
+        codec: CodecInfo,
+        packets: Sequence[bytes | memoryview],
+        pts: Sequence[int],
+        wanted: Sequence[int],
+        out: Sequence[NDArray[Any]],
+        format: str = "rgb24",
+        allowed: Collection[FrameTags] | None = None,
+    ) -> Callable[[], FrameTags | None]:
+        """`decode` in two steps: decodes now, and what it gives writes the frame, in the same thread.
+
+        Several GOPs decoded and then several frames converted cost less than both in turns, for each kind of work
+        finds its code and tables in the caches. So that memory stays bounded, the one frame of a GOP is left to the
+        second step, and only if it is small; others are written now.
+        """
         if format not in _WRITERS:
             raise ValueError(f"format={format!r} is not known; allowed: {', '.join(_WRITERS)}")
         targets: dict[int, list[NDArray[Any]]] = {}
@@ -114,13 +134,13 @@ class GopDecoder:
         # Taken out while in use: a context that failed half-way is not used again.
         context = contexts.pop(key, None) or _Context(codec)
         try:
-            found = context.decode(packets, pts, last, targets, format, allowed)
+            rest = context.decode(packets, pts, last, targets, format, allowed)
         except av.FFmpegError as error:
             raise DecodeError(f"{codec.name} decoder refused a packet of the GOP {_span(pts)}: {error}") from error
         contexts[key] = context
         if len(contexts) > self._capacity:
             contexts.popitem(last=False)
-        return found
+        return rest
 
     def close(self) -> None:
         """Drop the calling thread's codec contexts; other threads' go when these threads end."""
@@ -150,26 +170,30 @@ class _Context:
         targets: dict[int, list[NDArray[Any]]],
         format: str,
         allowed: Collection[FrameTags] | None,
-    ) -> FrameTags | None:
+    ) -> Callable[[], FrameTags | None]:
         decode = self._decoder.decode
         if self._used:
             self._decoder.flush_buffers()
         self._used = True
+        holds = len(targets) == 1
         found: FrameTags | None = None
-        for index in range(last + 1):
-            packet = av.Packet(packets[index])  # type: ignore[arg-type]  # any buffer is taken
-            packet.pts = pts[index]
-            packet.dts = index  # any rising value: only order matters here
+        for index in range(last + 2):
+            if index <= last:
+                packet = av.Packet(packets[index])  # type: ignore[arg-type]  # any buffer is taken
+                packet.pts = pts[index]
+                packet.dts = index  # any rising value: only order matters here
+            elif targets:
+                packet = None  # gives what is held back for reordering
+            else:
+                break
             for frame in decode(packet):
                 if (arrays := targets.pop(frame.pts, None)) is not None:
-                    found = self._deliver(frame, arrays, format, allowed)
-        if targets:
-            for frame in decode(None):
-                if (arrays := targets.pop(frame.pts, None)) is not None:
+                    if holds and arrays[0].nbytes <= _MOST_HELD_BYTES:
+                        return functools.partial(self._deliver, frame, arrays, format, allowed)
                     found = self._deliver(frame, arrays, format, allowed)
         if targets:
             raise DecodeError(f"no frame came out for pts {sorted(targets)} of the GOP {_span(pts)}")
-        return found
+        return lambda: found
 
     def _deliver(
         self,
@@ -196,7 +220,10 @@ class _Context:
                 for array in arrays[1:]:
                     array[...] = arrays[0]
                 return found
-            frame = self._reformatter.reformat(frame, format="rgb24", threads=1)
+            try:
+                frame = self._reformatter.reformat(frame, format="rgb24", threads=1)
+            except av.FFmpegError as error:
+                raise DecodeError(f"the frame with pts {frame.pts} cannot be converted to rgb24: {error}") from error
         elif found.pix_fmt not in _SAME_LAYOUT[format]:
             raise DecodeError(f"the frame with pts {frame.pts} is {found.pix_fmt}, which cannot be given as {format}")
         for array in arrays:

@@ -2,20 +2,24 @@
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from knonik.video.decode import DecodeError, FrameTags, GopDecoder, swscale_rgb
+from knonik.video.decode import CodecInfo, DecodeError, FrameTags, GopDecoder, swscale_rgb
 
 if TYPE_CHECKING:
     from knonik.dataset import Dataset
     from knonik.video.colour import ColourSpec
 
 logger = logging.getLogger(__name__)
+
+Rest = Callable[[], object]
+Start = Callable[[], Rest | None]
+"""The first part of a read; gives the rest of it, None where nothing is left to do."""
 
 TRANSPORTS = ("rgb24", "yuv420p")
 _UINT8 = np.dtype(np.uint8)
@@ -65,6 +69,9 @@ class FrameReader(Protocol):
             StoreError: their bytes cannot be had.
             DecodeError, ImageError: they give no such picture.
         """
+
+    def prepare(self, key: str, numbers: Sequence[int], out: Sequence[NDArray[Any]]) -> Start:
+        """`read` for who has several to do: all begun, then all ended, they cost less than one after another."""
 
     def close(self) -> None:
         """Let go of decoders and files."""
@@ -181,14 +188,34 @@ class _VideoReader:
         self._allowed: frozenset[FrameTags] | None = None if colour is None else colour.tags
 
     def read(self, key: str, numbers: Sequence[int], out: Sequence[NDArray[Any]]) -> None:
+        self.prepare(key, numbers, out)()()
+
+    def prepare(
+        self, key: str, numbers: Sequence[int], out: Sequence[NDArray[Any]]
+    ) -> Callable[[], Callable[[], None]]:
         frames = self._index.object(key)
-        packets, pts = self._packets.packets(key, max(numbers))
-        wanted = frames.pts[list(numbers)].tolist()
+        wanted = [int(frames.pts[number]) for number in numbers]
+        return functools.partial(self._start, key, max(numbers), frames.codec, wanted, out)
+
+    def _start(
+        self, key: str, last: int, codec: CodecInfo, wanted: list[int], out: Sequence[NDArray[Any]]
+    ) -> Callable[[], None]:
+        packets, pts = self._packets.packets(key, last)
         try:
-            self._decoder.decode(frames.codec, packets, pts, wanted, out, self._format, self._allowed)
+            rest = self._decoder.start(codec, packets, pts, wanted, out, self._format, self._allowed)
         except DecodeError as error:
-            hint = "" if self.colour is None else "; if other tags are the cause, give transport='rgb24'"
-            raise DecodeError(f"{key}: {error}{hint}") from error
+            raise self._named(key, error) from error
+        return functools.partial(self._end, key, rest)
+
+    def _end(self, key: str, rest: Rest) -> None:
+        try:
+            rest()
+        except DecodeError as error:
+            raise self._named(key, error) from error
+
+    def _named(self, key: str, error: DecodeError) -> DecodeError:
+        hint = "" if self.colour is None else "; if other tags are the cause, give transport='rgb24'"
+        return DecodeError(f"{key}: {error}{hint}")
 
     def close(self) -> None:
         self._decoder.close()
@@ -224,6 +251,9 @@ class _DepthReader:
         for picture, array in zip(codes, out, strict=True):
             array[..., 0] = self._table[picture]
 
+    def prepare(self, key: str, numbers: Sequence[int], out: Sequence[NDArray[Any]]) -> Callable[[], None]:
+        return functools.partial(self.read, key, numbers, out)
+
     def close(self) -> None:
         self._decoder.close()
 
@@ -252,6 +282,9 @@ class _ImageReader:
             except ImageError as error:
                 raise ImageError(f"{key}, row {number}: {error}") from error
             array[...] = picture
+
+    def prepare(self, key: str, numbers: Sequence[int], out: Sequence[NDArray[Any]]) -> Callable[[], None]:
+        return functools.partial(self.read, key, numbers, out)
 
     def close(self) -> None:
         """Nothing is held open."""

@@ -43,13 +43,13 @@ def dataset(make_set, tmp_path: Path) -> knonik.Dataset:
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Frames fed to a decoder for each GOP decoded."""
     calls: list[int] = []
-    decode = GopDecoder.decode
+    start = GopDecoder.start
 
     def counted(self: GopDecoder, codec: Any, packets: Sequence[Any], *args: Any, **options: Any) -> Any:
         calls.append(len(packets))
-        return decode(self, codec, packets, *args, **options)
+        return start(self, codec, packets, *args, **options)
 
-    monkeypatch.setattr(GopDecoder, "decode", counted)
+    monkeypatch.setattr(GopDecoder, "start", counted)
     return calls
 
 

@@ -1,7 +1,9 @@
 """The threads of a loader by themselves: how they end."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -56,8 +58,8 @@ class Stuck:
     def announce(self, number: int, units: object) -> bool:
         return True
 
-    def ahead(self, jobs: object) -> None:
-        pass
+    def prepare(self, plan: BatchPlan, jobs: list[GopJob], flat: object) -> list[Callable[[], None]]:
+        return [partial(self.write, plan, job, flat) for job in jobs]
 
     def write(self, plan: BatchPlan, job: GopJob, flat: object) -> None:
         self.writing += 1

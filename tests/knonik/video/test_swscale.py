@@ -88,3 +88,22 @@ def test_memory_that_does_not_fit_is_left_alone() -> None:
         assert not array.any()
     assert converter.write(frame, good)
     np.testing.assert_array_equal(good, decode._rgb(frame))
+
+
+def test_frames_converted_after_others_were_decoded_are_the_same(tmp_path: Path) -> None:
+    """All GOPs begun by one codec context and then ended, a frame each; nothing is written before the end."""
+    path = tmp_path / "clip.mp4"
+    encode_mp4(path, np.random.default_rng(0).integers(0, 256, (6, 48, 64, 3), np.uint8), fps=30, codec="h264", gop=2)
+    store = open_store(tmp_path)
+    index = ObjectIndex(path.name, read_packets(store, path.name))
+    decoder, out = GopDecoder(), np.zeros((6, 48, 64, 3), np.uint8)
+    rests, stock = [], np.zeros_like(out)
+    for number in range(6):
+        gop = index.gop(number)
+        given = gop.codec, gop.read(store), gop.pts.tolist(), [gop.pts_of(number)]
+        GopDecoder().decode(*given, [stock[number]])
+        rests.append(decoder.start(*given, [out[number]]))
+    assert not out.any()
+    for rest in rests:
+        rest()
+    np.testing.assert_array_equal(out, stock)

@@ -40,7 +40,7 @@ def run(recipe: str, overrides: list[str], rung: int, folder: Path, ranks: int) 
         RuntimeError: the run failed; says what it wrote.
     """
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    fixed = [f"run.dir={folder}", "trainer.log_every_n_steps=1"]
+    fixed = [f"run.dir={folder}", "trainer.log_every_n_steps=1", "validation=null"]
     command = [sys.executable, *launch, "-m", "recipes", "train", recipe, *overrides, f"+ladder={rung}", *fixed]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -31,6 +31,8 @@ def checked(name: str, overrides: list[str], *, allow_drift: bool = False) -> Re
     """
     recipe, problems = examine(name, overrides)
     problems += check(recipe, world_size=world_size(), told=problems)
+    if not problems:
+        problems += RunFolder(recipe.run.dir).fixed(recipe)
     if not problems and not allow_drift:
         drift = RunFolder(recipe.run.dir).drift(recipe)
         if drift:

@@ -97,7 +97,7 @@ class Family(Protocol):
         rank: int,
         world_size: int,
     ) -> Any:
-        """What `validation` measures: an object whose `measure(network)` gives metrics by name.
+        """What `validation` measures: what the module's `held_out_figures` takes and gives metrics by name for.
 
         Args:
             datasets: each with all its episodes, those held out among them.

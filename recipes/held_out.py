@@ -45,7 +45,7 @@ class Samples:
     """This rank's share of fixed samples, each once, as prepared batches on the CPU; iterate again and again.
 
     A loader is opened for each pass and closed after it, so that nothing is held in between. What is left of whole
-    batches over all ranks goes to rank 0. batch_size is that of one rank.
+    batches over all ranks is dealt in parts, the last ranks may get none. batch_size is the most a rank gets at once.
     """
 
     readings: tuple[Reading, ...]
@@ -61,9 +61,11 @@ class Samples:
                 with self._open(reading, self.batch_size, self.rank, self.world_size) as loader:
                     for _ in range(whole):
                         yield self._prepared(next(loader), reading)
-            if rest and self.rank == 0:
-                with self._open(reading, rest, 0, 1) as loader:
-                    position = whole * self.batch_size * self.world_size
+            share = -(-rest // self.world_size)
+            own = min(share, rest - self.rank * share)
+            if own > 0:
+                with self._open(reading, own, 0, 1) as loader:
+                    position = whole * self.batch_size * self.world_size + self.rank * share
                     loader.load_state_dict({**loader.state_dict(), "epoch": 0, "position": position})
                     yield self._prepared(next(loader), reading)
 
@@ -88,13 +90,13 @@ def loss_samples(
     recipe: Recipe,
     datasets: "list[Dataset]",
     processor: Any,
-    batches: int,
+    count: int,
     *,
     batch_size: int,
     rank: int,
     world_size: int,
 ) -> Samples:
-    """Samples of `batches` training batches, drawn by the seed; all there are where these are fewer."""
+    """`count` samples over all ranks, drawn by the seed; all there are where these are fewer."""
     anchors = sum(len(dataset.anchors(span(recipe, dataset))) for dataset in datasets)
     data = source(recipe, datasets)
     steps = family(recipe).sample_options(recipe, datasets, processor)["windows"]
@@ -103,7 +105,7 @@ def loss_samples(
         "shuffle": True,
     }
     return Samples(
-        readings=(Reading(count=min(anchors, batches * batch_size * world_size), loader=loader),),
+        readings=(Reading(count=min(anchors, count), loader=loader),),
         prepare=processor.prepare,
         batch_size=batch_size,
         rank=rank,
@@ -120,10 +122,16 @@ def open_loop_samples(
     batch_size: int,
     rank: int,
     world_size: int,
+    windows: Mapping[str, Sequence[int]] | None = None,
 ) -> Samples:
-    """Every `stride`-th step of every episode; a chunk at the end of one is compared as far as the episode goes."""
+    """Every `stride`-th step of every episode; a chunk at the end of one is compared as far as the episode goes.
+
+    Args:
+        windows: steps around the anchor by camera and column; None reads those of training.
+    """
     readings, cameras, whole = [], batch_cameras(recipe, datasets), source(recipe, datasets)
-    steps_read = family(recipe).sample_options(recipe, datasets, processor)["windows"]
+    if windows is None:
+        windows = family(recipe).sample_options(recipe, datasets, processor)["windows"]
     for number, dataset in enumerate(datasets):
         view = _anchored(dataset, stride, recipe.data.fps)
         # one part at a time: a mixture deals its parts in shares, which would not end with all of them
@@ -131,7 +139,7 @@ def open_loop_samples(
         readings.append(
             Reading(
                 count=len(view.anchors(1)),
-                loader=_options(recipe, alone, own, steps_read) | {"edge": "repeat", "shuffle": False},
+                loader=_options(recipe, alone, own, windows) | {"edge": "repeat", "shuffle": False},
                 part=number,
                 black={camera: whole.image_shape(camera) for camera in cameras if camera not in own},
             )
@@ -191,7 +199,7 @@ def first_episodes(dataset: "Dataset", count: int) -> "Dataset":
 
 
 def _options(
-    recipe: Recipe, data: "Dataset | Mixture", cameras: tuple[str, ...], steps: dict[str, Any]
+    recipe: Recipe, data: "Dataset | Mixture", cameras: tuple[str, ...], steps: Mapping[str, Any]
 ) -> dict[str, Any]:
     options = {
         "source": data,

@@ -174,6 +174,22 @@ class RunFolder:
             if not any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
         ]
 
+    def fixed(self, recipe: Recipe) -> list[str]:
+        """What differs and cannot change even if it is asked for: the checkpoints could not be read."""
+        stored = self.recipe
+        if stored is None or self.latest_checkpoint() is None:
+            return []
+        # each of them has groups of its own in the optimizer's state
+        before = sorted((stored.get("optimizer") or {}).get("lr_multipliers") or {})
+        now = sorted(recipe.optimizer.lr_multipliers)
+        if before == now:
+            return []
+        return [
+            f"optimizer.lr_multipliers: was for {before or 'no parts'} when the run in {self.path} began, now for "
+            f"{now or 'no parts'}; only the values may change when a run continues: give a multiplier of 1 where there "
+            "shall be none, or a new run.dir"
+        ]
+
     def changes(self, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
         """Every key that differs from the stored recipe, the free ones too."""
         return diff(self.recipe or {}, to_dict(recipe)) if self.recipe else {}

@@ -94,7 +94,8 @@ def _train_policy(
         def measure(module: Any) -> dict[str, float]:
             # averaged weights are put in shard by shard; gathered, as ranks may have different numbers of batches
             with module.averaged(), gathered(module.network):
-                return dict(validation.measure(module.network))
+                figures: dict[str, float] = module.held_out_figures(validation)
+                return figures
 
     run = Run(
         recipe,

@@ -187,6 +187,23 @@ def rates_by_part(optimizer: torch.optim.Optimizer) -> dict[str | None, float]:
     return {group.get("part"): group["lr"] for group in optimizer.param_groups}
 
 
+def check_parts(checkpoint: Mapping[str, Any], config: OptimizerConfig) -> None:
+    """Refuse to continue with other parts of the network in groups of their own than a checkpoint's optimizer has.
+
+    Raises:
+        ValueError: names both; the multipliers themselves may change.
+    """
+    own = set(config.lr_multipliers)
+    for state in checkpoint.get("optimizer_states") or ():
+        stored = {group["part"] for group in state["param_groups"] if group.get("part") is not None}
+        if stored != own:
+            raise ValueError(
+                f"optimizer.lr_multipliers: the checkpoint's optimizer has groups for {sorted(stored) or 'no parts'}, "
+                f"this run for {sorted(own) or 'no parts'}; values may change when a run continues, the names may not: "
+                "give a multiplier of 1 where there shall be none"
+            )
+
+
 def adamw(parameters: Any, **options: Any) -> torch.optim.AdamW:
     """AdamW whose gradients may be clipped, fused or not.
 

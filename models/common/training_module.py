@@ -19,6 +19,7 @@ from models.common.optim import (
     ScheduleConfig,
     apply_settings,
     build_optimizer,
+    check_parts,
     from_options,
     rates_by_part,
     settings_of,
@@ -113,6 +114,7 @@ class TrainingModule(LightningModule):
         self._frozen.leave_out(checkpoint, with_digest=self.global_rank == 0)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        check_parts(checkpoint, self.optimizer_config)
         self._frozen.put_back(checkpoint)
         if self.ema is None:
             without_averages(checkpoint["state_dict"])
@@ -198,6 +200,10 @@ class TrainingModule(LightningModule):
     def averaged(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the network computes with the average of its weights where one is kept."""
         return contextlib.nullcontext() if self.ema is None else self.ema.applied()
+
+    def held_out_figures(self, validation: Any) -> dict[str, float]:
+        """Metrics by name of what the model measures on held-out samples; every rank must call it."""
+        return dict(validation.measure(self.network))
 
     def option_figures(self) -> dict[str, float]:
         """What the options of the step have come to, for the run's summary."""

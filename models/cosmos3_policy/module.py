@@ -14,6 +14,7 @@ from models.cosmos3_policy.flops import PackShape, recompute_flops, step_flops, 
 from models.cosmos3_policy.network import Cosmos3Policy, Understanding
 from models.cosmos3_policy.objective import Flow, ObjectiveConfig, losses, noised
 from models.cosmos3_policy.parallelize import ACTION_HEADS, shard
+from models.cosmos3_policy.validation import Validation
 from models.cosmos3_policy.vision.canvas import crop_latents
 
 
@@ -108,6 +109,9 @@ class Cosmos3PolicyModule(TrainingModule):
     def latents(self, inputs: Mapping[str, Any]) -> Tensor:
         """Latents float32 [N, C, T, H, W] of the videos, without those of the canvas around the picture."""
         return crop_latents(self._vae[0].encode(inputs["video"]), inputs["content_size"]).float()
+
+    def held_out_figures(self, validation: Validation) -> dict[str, float]:
+        return validation.measure(self.network, self._vae[0])
 
     def option_figures(self) -> dict[str, float]:
         figures = super().option_figures()

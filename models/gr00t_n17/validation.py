@@ -7,35 +7,16 @@ the figures do not depend on batch size or number of ranks, up to rounding.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol, Self
+from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.common import draws
-from models.common.batch import Batch
+from models.common.held_out import HeldOut, action_metrics, eval_mode, sample_keys, summed_over_ranks
 from models.gr00t_n17 import precision
 from models.gr00t_n17.network import GR00TN17
-
-
-class HeldOut(Batch, Protocol):
-    """A batch on the CPU with `inputs` prepared, its samples named by dataset, episode and frame, int64 [B] each."""
-
-    @property
-    def dataset(self) -> Tensor: ...
-
-    @property
-    def episode(self) -> Tensor: ...
-
-    @property
-    def frame(self) -> Tensor: ...
-
-    def to(self, device: torch.device) -> Self: ...
-
-    def rgb(self) -> Self: ...
 
 
 class Validation:
@@ -83,17 +64,11 @@ class Validation:
                 loss += self._loss(network, batch.to(device).rgb())
             for batch in self.open_loop_batches:
                 errors += self._errors(network, batch, device, names)
-        loss, errors = _summed_over_ranks([loss, errors], device)
+        loss, errors = summed_over_ranks([loss, errors], device)
         metrics: dict[str, float] = {}
         if loss[1] > 0:
             metrics["val/loss"] = float(loss[0] / loss[1])
-        if errors[:, 2].sum() > 0:
-            for column, name in enumerate(("val/action_mse", "val/action_mae")):
-                metrics[name] = float(errors[:, column].sum() / errors[:, 2].sum())
-                for group, row in zip(names, errors, strict=True):
-                    if row[2] > 0:
-                        metrics[f"{name}/{group}"] = float(row[column] / row[2])
-        return metrics
+        return metrics | action_metrics(names, errors)
 
     def _loss(self, network: GR00TN17, batch: HeldOut) -> np.ndarray:
         """Summed squared error and size of the mask of one batch."""
@@ -165,11 +140,6 @@ class Validation:
         )
 
 
-def sample_keys(batch: HeldOut) -> Tensor:
-    """One integer per sample that names it whatever batch it is in, int64 [B]."""
-    return (batch.dataset << 48) + (batch.episode << 24) + batch.frame
-
-
 def by_length(inputs: Mapping[str, Any], vision_start_token_id: int) -> Iterator[dict[str, Any]]:
     """The inputs of a batch as parts whose prompts have one length each, shortest first.
 
@@ -199,27 +169,6 @@ def by_length(inputs: Mapping[str, Any], vision_start_token_id: int) -> Iterator
         yield part
 
 
-@contextmanager
-def eval_mode(network: nn.Module) -> Iterator[None]:
-    """Eval mode inside; every part gets its own mode back: frozen parts of a network that trains are in eval mode."""
-    modes = [(part, part.training) for part in network.modules()]
-    network.eval()
-    try:
-        yield
-    finally:
-        for part, mode in modes:
-            part.training = mode
-
-
 def _parts(processor: Any) -> Sequence[Any]:
     """The processors of a mixture, in the order of its datasets; or the one there is."""
     return getattr(processor, "parts", None) or [processor]
-
-
-def _summed_over_ranks(values: Sequence[np.ndarray], device: torch.device) -> list[np.ndarray]:
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return list(values)
-    flat = torch.from_numpy(np.concatenate([value.reshape(-1) for value in values])).to(device)
-    dist.all_reduce(flat)
-    parts = np.split(flat.cpu().numpy(), np.cumsum([value.size for value in values])[:-1])
-    return [part.reshape(value.shape) for part, value in zip(parts, values, strict=True)]

@@ -36,6 +36,7 @@ def run(where: Path, name: str, *more: str, ranks: int = 1) -> None:
         "data.global_batch_size=4",
         "data.decode_threads=1",
         f"trainer.max_steps={STEPS}",
+        "validation.every_n_steps=3",
         "trainer.log_every_n_steps=1",
         "trainer.accelerator=cpu",
     ]
@@ -65,3 +66,8 @@ def test_two_ranks_train_what_one_process_trains(world: Path, more: tuple[str, .
     summary = json.loads((world / name / "summary.json").read_text())
     assert summary["samples_seen"] == STEPS * 4
     assert summary["loss_last"] < summary["loss_first"]
+    one = json.loads((world / "one" / "summary.json").read_text())
+    figures = [name for name in one if name.startswith("val_")]
+    assert {"val_loss", "val_loss_vision", "val_action_mae", "val_step"} <= set(figures)
+    for figure in figures:
+        assert summary[figure] == pytest.approx(one[figure], rel=1e-4), figure

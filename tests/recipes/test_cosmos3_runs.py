@@ -26,6 +26,7 @@ SMALL = (
     "trainer.log_every_n_steps=1",
     "trainer.max_steps=4",
     "checkpoint.keep=-1",
+    "validation=null",
 )
 
 

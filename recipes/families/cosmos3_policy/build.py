@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # importing these takes seconds; `show` and configuration err
     from models.cosmos3_policy.inputs.settings import ProcessorConfig
     from models.cosmos3_policy.module import Cosmos3PolicyModule
     from models.cosmos3_policy.network import Cosmos3Policy
+    from models.cosmos3_policy.objective import ObjectiveConfig
 
 
 def model(recipe: Recipe) -> Cosmos3PolicyModelConfig:
@@ -159,7 +160,6 @@ def build_module(
 ) -> "Cosmos3PolicyModule":
     """The Lightning module around network and video encoder."""
     from models.cosmos3_policy.module import Cosmos3PolicyModule
-    from models.cosmos3_policy.objective import shift_of
 
     vae = build_vae(recipe)
     return Cosmos3PolicyModule(
@@ -170,8 +170,15 @@ def build_module(
         schedule=schedule(recipe),
         lookahead=recipe.lookahead,
         ema=recipe.ema,
-        objective={"shift": shift_of(processor_config(recipe).tier)},
+        objective=objective(recipe),
     )
+
+
+def objective(recipe: Recipe) -> "ObjectiveConfig":
+    """Noise levels for the size of the pictures, and the weights of the two losses."""
+    from models.cosmos3_policy.objective import ObjectiveConfig, shift_of
+
+    return ObjectiveConfig(shift=shift_of(processor_config(recipe).tier))
 
 
 def sample_options(recipe: Recipe, datasets: "list[Dataset]", processor: Any) -> dict[str, Any]:

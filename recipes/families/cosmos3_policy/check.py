@@ -72,11 +72,8 @@ def data_problems(recipe: Recipe, ranks: int) -> list[str]:
             f"data.transport: {data.transport} becomes RGB on the device only; give rgb24, or "
             "model.processor.augment_on=device"
         )
-    for name, left_out in (("evaluation", recipe.evaluation), ("validation", recipe.validation)):
-        if left_out is not None:
-            problems.append(
-                f"{name}: cosmos3_policy has none during training; leave it out, `recipes eval` comes after"
-            )
+    if recipe.evaluation is not None:
+        problems.append("evaluation: cosmos3_policy has no world to act in; leave it out, see validation")
     if recipe.run.first is not None:
         problems.append("run.first: cosmos3_policy has no stage before it; leave it out")
     if recipe.run.stage != "policy":

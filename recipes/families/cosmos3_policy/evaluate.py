@@ -105,28 +105,14 @@ def action_errors(policy: "Policy", batches: "Iterable[Batch]", *, steps: int) -
         `action_mse` and `action_mae` over all entries, with `_COLUMN` behind over those of one of several columns;
         `predictions`.
     """
-    import numpy as np
+    from models.cosmos3_policy.validation import error_sums
 
     columns = policy.processor.action_keys
-    sums = {name: np.zeros(3) for name in columns}
-    predictions = 0
-    for batch in batches:
-        predicted = policy.act(
-            {camera: batch.images[camera][:, 0] for camera in policy.processor.cameras},
-            {name: batch.state[name][:, 0] for name in policy.processor.state_keys},
-            batch.text,
-            keys=batch.position,
-        )
-        real = ~batch.action_is_pad.numpy()[:, :steps]
-        for name in columns:
-            recorded = batch.action[name].numpy()[:, :steps]
-            difference = (predicted[name].astype(np.float64)[:, :steps] - recorded)[real]
-            sums[name] += (np.square(difference).sum(), np.abs(difference).sum(), difference.size)
-        predictions += len(batch)
-    total = np.sum(list(sums.values()), axis=0)
+    sums, predictions = error_sums(policy, batches, steps=steps)
+    total = sums.sum(0)
     result: dict[str, Any] = {"predictions": predictions}
     for place, name in enumerate(("action_mse", "action_mae")):
         result[name] = float(total[place] / total[2])
         if len(columns) > 1:
-            result |= {f"{name}_{column}": float(of[place] / of[2]) for column, of in sums.items()}
+            result |= {f"{name}_{column}": float(of[place] / of[2]) for column, of in zip(columns, sums, strict=True)}
     return result

@@ -90,7 +90,10 @@ def build_validation(
     rank: int,
     world_size: int,
 ) -> Any:
-    raise AssertionError("`check` has refused a `validation` section")
+    from recipes.families.cosmos3_policy import validation
+
+    share = {"batch_size": batch_size, "rank": rank, "world_size": world_size}
+    return validation.build_validation(recipe, datasets, processor, **share)
 
 
 def load_processor(values: dict[str, Any]) -> Any:

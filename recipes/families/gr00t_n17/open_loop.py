@@ -59,7 +59,7 @@ def _observation(batch: "Batch", modalities: "Modalities") -> dict[str, Any]:
 
 def _noise(policy: "GR00TPolicy", batch: "Batch", seed: int) -> Any:
     from models.common import draws
-    from models.gr00t_n17.validation import sample_keys
+    from models.common.held_out import sample_keys
 
     config = policy.policy.network.config
     shape = (config.action_horizon, config.max_action_dim)

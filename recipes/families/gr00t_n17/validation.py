@@ -31,9 +31,10 @@ def build_validation(
     assert settings is not None
     held_out = [part for dataset in datasets if (part := held_out_part(recipe, dataset)) is not None]
     assert len(held_out) == len(datasets), "`check` has seen to it"
-    share = {"batch_size": batch_size, "rank": rank, "world_size": world_size}
+    share: dict[str, Any] = {"batch_size": batch_size, "rank": rank, "world_size": world_size}
     stride = settings.open_loop_stride or horizon_of(recipe)
-    loss = loss_samples(recipe, held_out, processor, settings.batches, **share) if settings.batches else ()
+    samples = settings.batches * batch_size * world_size
+    loss = loss_samples(recipe, held_out, processor, samples, **share) if samples else ()
     open_loop: Any = ()
     if settings.open_loop_episodes:
         chosen = [first_episodes(dataset, settings.open_loop_episodes) for dataset in held_out]

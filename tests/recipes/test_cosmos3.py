@@ -96,7 +96,7 @@ def test_a_recipe_comes_back_from_its_plain_values() -> None:
         ("validation.every_n_steps=500", "validation.every_n_steps: 500 is more than trainer.max_steps = 200"),
         ("validation.open_loop_stride=9", "validation.open_loop_stride: 9 is not in 1 to data.horizon = 8"),
         ("data.validation=0", "validation: no episode is held out"),
-        ("evaluation={}", "evaluation: cosmos3_policy has no world to act in"),
+        ("evaluation={world: tabletop}", "evaluation: cosmos3_policy has no world to act in"),
         ("run.first=quickstart_grounding", "run.first: cosmos3_policy has no stage before it"),
         ("graphs=head", "graphs: head is of models whose batches have one shape"),
         ("compile.scope=model", "compile.scope: model would compile every pack of other lengths anew"),

@@ -126,7 +126,5 @@ def test_a_resume_with_other_parts_of_the_optimizer_names_the_key(world: Path, r
     # where no recipe tells, as the folder's may have been changed
     longer = dataclasses.replace(without, trainer=dataclasses.replace(without.trainer, max_steps=6))
     gc.collect()
-    with pytest.raises(
-        ValueError, match=r"^optimizer\.lr_multipliers: the checkpoint's optimizer has groups for"
-    ):
+    with pytest.raises(ValueError, match=r"^optimizer\.lr_multipliers: the checkpoint's optimizer has groups for"):
         train(longer, time.perf_counter())

@@ -6,6 +6,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 RECIPE ?= quickstart
 ARGS ?=
+# Test processes; each takes one thread for its numerics.
+WORKERS ?= logical
 
 .PHONY: install train test lint format bench clean
 
@@ -21,7 +23,7 @@ train: install  ## the main job: make data, train, evaluate, report; RECIPE=... 
 	$(PY) -m recipes train $(RECIPE) $(ARGS)
 
 test: install
-	$(PY) -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
 
 lint: install
 	$(VENV)/bin/ruff check .

@@ -26,11 +26,6 @@ def validation_problems(recipe: Recipe) -> list[str]:
         problems.append(f"validation.open_loop_stride: {stride} is not in 1 to data.horizon = {recipe.data.horizon}")
     if stride is not None and not settings.open_loop_episodes:
         problems.append("validation.open_loop_stride: has no effect with validation.open_loop_episodes=0")
-    if settings.every_n_steps > recipe.trainer.max_steps:
-        problems.append(
-            f"validation.every_n_steps: {settings.every_n_steps} is more than trainer.max_steps = "
-            f"{recipe.trainer.max_steps}, so nothing would be measured"
-        )
     if recipe.run.stage != "policy":
         problems.append(f"validation: a {recipe.run.stage} stage has none; give validation=null")
     return problems

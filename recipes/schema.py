@@ -121,6 +121,7 @@ class ValidationConfig:
     """What is measured during training on the episodes that `data.validation` keeps out."""
 
     every_n_steps: int = 500
+    """The last step is always measured."""
     batches: int = 8
     """Batches of the loss, over all ranks together those of `data.batch_size`; the same samples every time."""
     open_loop_episodes: int = 0

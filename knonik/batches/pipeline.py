@@ -164,6 +164,7 @@ class Pipeline:
         """Stop and join all threads. Safe to call twice; a `take` under way gets an error."""
         if threading.current_thread() in self._threads:
             # A garbage collection may run in a thread of ours, even inside one of its locks: it cannot join itself.
+            self._closing.set()  # at once: what the loader lets go of next must not be missed by another batch
             threading.Thread(target=self.close, name="knonik-close", daemon=True).start()
             return
         self._closing.set()

@@ -46,12 +46,12 @@ def parse(cls: type[T], values: Any, problems: list[str], path: str = "") -> T |
             arguments[name] = _convert(hints[name], values[name], problems, _join(path, name))
         elif required:
             problems.append(f"{_join(path, name)}: required, but the recipe gives no value")
-        if len(problems) > found and not dataclasses.is_dataclass(hints[name]):
+        if len(problems) > found and not _is_section(hints[name]):
             arguments.pop(name, None)
             if required:
                 arguments[name] = _EMPTY.get(hints[name])
         elif len(problems) > found and arguments.get(name) is None and required:
-            arguments[name] = parse(hints[name], {}, [], "")
+            arguments[name] = _convert(hints[name], {}, [], "")
     try:
         return cls(**arguments)
     except ValueError as error:  # a class that looks at its own values, and says what is wrong with all of them
@@ -94,6 +94,11 @@ def optional(cls: type, dotted: str) -> bool:
     name, _, rest = dotted.partition(".")
     fields = _fields(cls, name)
     return any(optional(kind, rest) for kind in fields) if rest else any(type(None) in get_args(f) for f in fields)
+
+
+def _is_section(kind: Any) -> bool:
+    """Whether a field holds a section of keys, or one of several by its `name`, and never null."""
+    return all(dataclasses.is_dataclass(option) for option in get_args(kind) or (kind,))
 
 
 def _fields(kind: Any, name: str) -> list[Any]:

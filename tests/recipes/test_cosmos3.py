@@ -93,6 +93,7 @@ def test_a_recipe_comes_back_from_its_plain_values() -> None:
         ("data.horizon=10", "data.horizon: 10 is no multiple of 4, the frames of one latent frame"),
         ("data.mixture=[{uri: /a}]", "data.mixture: cosmos3_policy trains on one dataset"),
         ("data.pack_tokens=0", "data.pack_tokens: 0 is not positive"),
+        ("data.pack_tokens=27", "data.pack_tokens: 27 holds no sample: clip, state and actions are 27; give more"),
         ("validation.every_n_steps=500", "validation.every_n_steps: 500 is more than trainer.max_steps = 200"),
         ("validation.open_loop_stride=9", "validation.open_loop_stride: 9 is not in 1 to data.horizon = 8"),
         ("data.validation=0", "validation: no episode is held out"),
@@ -109,6 +110,11 @@ def test_a_recipe_comes_back_from_its_plain_values() -> None:
 )
 def test_each_problem_names_its_key(world: Path, tmp_path: Path, given: str, expected: str) -> None:
     assert expected in "\n".join(problems(world, tmp_path, given))
+
+
+def test_one_wrong_key_of_a_model_leaves_it_that_model(world: Path, tmp_path: Path) -> None:
+    (line,) = problems(world, tmp_path, "model.vea=/x")
+    assert line.startswith("model.vea: unknown key")
 
 
 def test_the_smoke_recipe_and_each_rung_of_the_ladder_pass(world: Path, tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def part_problems(recipe: Recipe, number: int, part: PartConfig, dataset: "Datas
             f"model.processor.fps: {settings.fps:g} is not the {dataset.fps:g} frames a second of {part.uri}; give "
             f"model.processor.fps={dataset.fps:g}, which the positions of the clip follow"
         )
-    problems += _cameras(recipe, number, settings, dataset) or _picture(recipe, number, settings, dataset)
+    problems += _cameras(recipe, number, settings, dataset) or _picture(recipe, number, config, settings, dataset)
     return problems + _columns(recipe, config, settings, part, dataset)
 
 
@@ -249,17 +249,27 @@ def _cameras(recipe: Recipe, number: int, settings: "ProcessorConfig", dataset: 
     return problems
 
 
-def _picture(recipe: Recipe, number: int, settings: "ProcessorConfig", dataset: "Dataset") -> list[str]:
-    """Frames of which no picture can be made."""
+def _picture(
+    recipe: Recipe, number: int, config: "Cosmos3PolicyConfig", settings: "ProcessorConfig", dataset: "Dataset"
+) -> list[str]:
+    """Frames of which no picture can be made, and packs too small for a single clip of them."""
+    from models.cosmos3_policy.vision.canvas import latent_frames
     from models.cosmos3_policy.vision.compose import plan_canvas
 
     views = tuple(recipe.data.cameras or dataset.cameras)
     if settings.views is not None:
         views = tuple(settings.views.values())
     try:
-        plan_canvas(settings.tier, [dataset.image_shape(camera) for camera in views])
+        canvas = plan_canvas(settings.tier, [dataset.image_shape(camera) for camera in views])
     except ValueError as error:
         return [f"{key(recipe, number, 'cameras')}: {error}"]
+    rows, columns = (-(-side // config.latent_patch_size) for side in canvas.cropped_latent_size)
+    least = (
+        latent_frames(settings.num_frames) * rows * columns + settings.num_frames + 1
+    )  # and a caption, however short
+    budget = recipe.data.pack_tokens
+    if budget is not None and 0 < budget < least:
+        return [f"data.pack_tokens: {budget} holds no sample: clip, state and actions are {least - 1}; give more"]
     return []
 
 

@@ -14,8 +14,10 @@ from models.common.digest import weights_digest
 from models.common.mesh import gathered, whole_tensors
 from recipes.build import build_datamodule, build_module, build_network, build_processor, with_local_weights
 from recipes.check import batch_size_per_rank
+from recipes.check_dataset import dataset_problems
 from recipes.evaluate import closed_loop, swapped
 from recipes.family import family
+from recipes.load import RecipeError
 from recipes.options import option_figures
 from recipes.parts import parts
 from recipes.ranks import is_first, rank, world_size
@@ -23,7 +25,7 @@ from recipes.run import Run, set_torch_threads
 from recipes.run_folder import RunFolder
 from recipes.schema import Recipe
 from recipes.sources import num_anchors, open_all, source, training_part
-from recipes.stages import make_dataset, to_do, train_grounding, with_first_stage
+from recipes.stages import dataset_to_come, make_dataset, to_do, train_grounding, with_first_stage
 from recipes.stock_start import read_rows
 
 if TYPE_CHECKING:
@@ -51,7 +53,10 @@ def train(recipe: Recipe, started_at: float) -> tuple[dict[str, Any] | None, int
         folder.claim()
     missing = to_do(recipe)
     assert not missing or world_size() == 1, "stages are made by one process; `launch` has seen to it"
+    unseen = dataset_to_come(recipe)
     make_dataset(recipe)
+    if unseen and (problems := dataset_problems(recipe)):
+        raise RecipeError(problems)
     if recipe.run.stage == "grounding":
         return train_grounding(recipe, started_at), 0
     started = with_local_weights(with_first_stage(recipe, started_at))

@@ -30,6 +30,8 @@ def weight_files(path: Path) -> list[Path]:
         FileNotFoundError: none there, one that the index names is absent, or only pickled files, which are not read.
     """
     if path.is_file():
+        if path.suffix != ".safetensors":
+            raise FileNotFoundError(f"{path} is no .safetensors file; give one, or a folder that holds some")
         return [path]
     for stem in (STEM, DIFFUSERS_STEM):
         if (index := path / f"{stem}.safetensors.index.json").is_file():

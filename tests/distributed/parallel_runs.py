@@ -96,6 +96,7 @@ def train(
     """Losses and first gradients of ten steps, or of those after a checkpoint."""
     from recipes.checkpoint_io import AtomicCheckpointIO
 
+    torch._dynamo.reset()  # a process makes one network; the compiler gives up on a block that it has seen in many
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     saving = [] if save is None else [SaveAt(save)]
     trainer = Trainer(

@@ -62,7 +62,8 @@ class Cosmos3PolicyConfig:
     """Keys of a checkpoint's config.json that nothing here reads; written back by `to_dict`."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rope_axes_dim", tuple(self.rope_axes_dim))
+        if isinstance(self.rope_axes_dim, list):
+            object.__setattr__(self, "rope_axes_dim", tuple(self.rope_axes_dim))
         found = self._problems()
         if found:
             raise ValueError("Cosmos3PolicyConfig is inconsistent:\n  " + "\n  ".join(found))
@@ -91,19 +92,30 @@ class Cosmos3PolicyConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Read transformer/config.json: unknown keys go to `extra`, absent ones take released values, with a log line.
 
-        The slots of the rotary axes may stand under `rope_scaling.mrope_section`, and `action_dim` may be null where
-        there are no action heads.
+        The slots of the rotary axes may stand under `rope_scaling.mrope_section` alone, and `action_dim` may be null
+        where there are no action heads.
+
+        Raises:
+            ValueError: listing every inconsistent field, and every key that asks for another network than this one.
         """
         values = dict(values)
         extra = dict(values.pop("extra", {}))
         known = {f.name for f in dataclasses.fields(cls)} - {"extra"}
         arguments = {key: value for key, value in values.items() if key in known}
         extra.update({key: value for key, value in values.items() if key not in known})
+        if others := [
+            f"{key} = {extra[key]!r}: only {only!r} is built"
+            for key, only in _ONLY.items()
+            if extra.get(key, only) != only
+        ]:
+            raise ValueError("\n  ".join(["this is another network than the Cosmos-3 policy:", *others]))
+        for key in ("rope_axes_dim", "action_dim"):
+            if arguments.get(key, 0) is None:
+                del arguments[key]
+        # The section counts where the key itself is not there, as in Diffusers.
         section = (values.get("rope_scaling") or {}).get("mrope_section")
         if section is not None:
-            arguments["rope_axes_dim"] = section
-        if arguments.get("action_dim", 0) is None:
-            del arguments["action_dim"]
+            arguments.setdefault("rope_axes_dim", section)
         # Diffusers leaves the heads out unless they are asked for.
         arguments.setdefault("action_gen", False)
         unread = sorted(key for key in extra if not key.startswith("_") and key not in _KNOWN_UNREAD)
@@ -120,7 +132,7 @@ class Cosmos3PolicyConfig:
         """The values of a transformer/config.json, JSON types only; Diffusers' class reads them."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "extra"}
         scaling = dict(self.extra.get("rope_scaling") or {})
-        # Diffusers takes the slots of the axes from this section and from nowhere else.
+        # Releases of Diffusers before `rope_axes_dim` take the slots of the axes from this section.
         values["rope_scaling"] = {**scaling, "mrope_section": list(self.rope_axes_dim)}
         kept = {key: value for key, value in self.extra.items() if key != "rope_scaling"}
         return json.loads(json.dumps({"_class_name": "Cosmos3OmniTransformer", **kept, **values}))
@@ -133,6 +145,21 @@ class Cosmos3PolicyConfig:
             if not condition:
                 found.append(message)
 
+        counts = [f.name for f in dataclasses.fields(self) if type(f.default) is int]
+        for name in counts:
+            value, least = getattr(self, name), 0 if name == "unified_3d_mrope_temporal_modality_margin" else 1
+            number = type(value) is int or (name == "base_fps" and type(value) is float)
+            need(number and value >= least, f"{name} = {value!r} must be a whole number, at least {least}")
+        for name in ("rope_theta", "rms_norm_eps", "timestep_scale"):
+            value = getattr(self, name)
+            need(type(value) in (int, float) and value > 0, f"{name} = {value!r} must be a number above 0")
+        slots = self.rope_axes_dim
+        need(
+            type(slots) is tuple and all(type(n) is int and n >= 0 for n in slots),
+            f"rope_axes_dim = {slots!r} must be a list of whole numbers",
+        )
+        if found:  # what follows computes with them
+            return found
         half = self.head_dim // 2
         axes = self.rope_axes_dim
         need(self.head_dim % 2 == 0, f"head_dim = {self.head_dim} must be even")
@@ -161,19 +188,12 @@ class Cosmos3PolicyConfig:
             self.unified_3d_mrope_reset_spatial_ids,
             "unified_3d_mrope_reset_spatial_ids = false: only true is built, rows and columns count from 0",
         )
-        sizes = (
-            "hidden_size",
-            "num_hidden_layers",
-            "num_key_value_heads",
-            "head_dim",
-            "intermediate_size",
-            "vocab_size",
-        )
-        sizes += ("latent_channel", "latent_patch_size", "action_dim", "num_embodiment_domains", "base_fps")
-        for name in sizes:
-            need(getattr(self, name) >= 1, f"{name} = {getattr(self, name)} must be at least 1")
         return found
 
 
 # Keys of parts that are not built, or that say how Diffusers loads the file; no word about them.
-_KNOWN_UNREAD = frozenset({"rope_scaling", "sound_dim", "sound_gen", "sound_latent_fps", "dtype"})
+_KNOWN_UNREAD = frozenset(
+    {"rope_scaling", "sound_dim", "sound_gen", "sound_latent_fps", "dtype", "use_und_k_norm_for_gen"}
+)
+# Keys of sibling networks (the small one's backbone), whose tensors may have the same names and shapes.
+_ONLY = {"hidden_act": "silu", "qk_norm_for_text": True}

@@ -120,12 +120,35 @@ def test_a_model_without_action_heads() -> None:
         ({"head_dim": 17}, "head_dim = 17 must be even"),
         ({"rope_axes_dim": (2, 3, 3)}, "3 \\* 3 must be at most head_dim / 2 = 8"),
         ({"rope_axes_dim": (4, 2)}, "three numbers"),
+        ({"rope_axes_dim": 8}, "rope_axes_dim = 8 must be a list"),
         ({"num_key_value_heads": 3}, "multiple of num_key_value_heads = 3"),
         ({"patch_latent_dim": 15}, "latent_channel \\* latent_patch_size\\^2 = 16"),
         ({"attention_bias": True, "attention_dropout": 0.1}, "attention_dropout = 0.1[^$]*attention_bias = true"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers = 0 must be at least 1"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0 must be a whole number, at least 1"),
+        ({"num_key_value_heads": 0, "hidden_size": "64"}, "hidden_size = '64'[^$]*num_key_value_heads = 0"),
+        ({"num_hidden_layers": 2.0}, "num_hidden_layers = 2.0 must be a whole number"),
+        ({"rope_theta": 0.0, "rms_norm_eps": None}, "rope_theta = 0.0[^$]*rms_norm_eps = None"),
     ],
 )
 def test_inconsistent_sizes_are_refused(changes: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Cosmos3PolicyConfig.tiny(**changes)
+
+
+@pytest.mark.parametrize(("key", "value"), [("hidden_act", "relu2"), ("qk_norm_for_text", False)])
+def test_a_sibling_network_is_refused(key: str, value: object) -> None:
+    """Its tensors have the same names: only the file tells that they mean something else."""
+    file = Cosmos3PolicyConfig.tiny().to_dict()
+    with pytest.raises(ValueError, match=f"{key} = {value!r}: only"):
+        Cosmos3PolicyConfig.from_dict({**file, key: value})
+    built = {"hidden_act": "silu", "qk_norm_for_text": True}[key]
+    assert Cosmos3PolicyConfig.from_dict({**file, key: built}).to_dict() == {**file, key: built}
+
+
+def test_slots_of_the_axes_are_read_as_diffusers_reads_them() -> None:
+    file = Cosmos3PolicyConfig.tiny().to_dict()
+    assert Cosmos3PolicyConfig.from_dict({**file, "rope_axes_dim": None}).rope_axes_dim == (4, 2, 2)
+    # as a recipe's own value stands over a file's
+    changed = Cosmos3PolicyConfig.from_dict({**file, "rope_axes_dim": [6, 1, 1]})
+    assert changed.rope_axes_dim == (6, 1, 1)
+    assert changed.to_dict()["rope_scaling"]["mrope_section"] == [6, 1, 1]

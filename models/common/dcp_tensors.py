@@ -49,8 +49,8 @@ class DcpTensors(Mapping[str, StoredTensor]):
         folder: with `.metadata` and the files it names, whatever ranks have written them.
 
     Raises:
-        FileNotFoundError: no such folder, or without its index, which is written last.
-        ValueError: the index is none, or names what no index needs.
+        FileNotFoundError: no such folder, or without its index, which is written last, or without a file it names.
+        ValueError: the index is none, or names what no index needs; a file is shorter than it says.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -69,6 +69,7 @@ class DcpTensors(Mapping[str, StoredTensor]):
                 self._chunks[place.fqn].append((place.offset, self._checked(info)))
         self.files = sorted({self.path / info.relative_path for chunks in self._chunks.values() for _, info in chunks})
         self._dtypes = {name: entry.properties.dtype for name, entry in tensors.items()}
+        self._check_files()
 
     def __getitem__(self, name: str) -> StoredTensor:
         return self._entries[name]
@@ -128,10 +129,29 @@ class DcpTensors(Mapping[str, StoredTensor]):
         file = self.path / info.relative_path
         with file.open("rb") as handle:
             handle.seek(info.offset)
-            part = torch.load(io.BytesIO(handle.read(info.length)), map_location="cpu", weights_only=True)
+            content = handle.read(info.length)
+        try:
+            part = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        except Exception as error:  # of several kinds: no archive, damaged, or more in it than a tensor
+            raise ValueError(f"{file} holds no tensor at {info.offset}: {error}") from error
         if not isinstance(part, Tensor):
             raise ValueError(f"{file} holds {type(part).__name__} where a tensor should be")
         return part.detach()
+
+    def _check_files(self) -> None:
+        """Nothing may be loaded from a folder that is not whole: a copy that was cut short is told before that."""
+        ends = dict.fromkeys(self.files, 0)
+        for chunks in self._chunks.values():
+            for _, info in chunks:
+                file = self.path / info.relative_path
+                ends[file] = max(ends[file], info.offset + info.length)
+        if absent := [file.name for file in self.files if not file.is_file()]:
+            raise FileNotFoundError(f"{self.path / INDEX_FILE} names files that are not there: {absent}")
+        short = [
+            f"{file.name}: {size} of {end} bytes" for file, end in ends.items() if (size := file.stat().st_size) < end
+        ]
+        if short:
+            raise ValueError(f"{self.path}: files are cut short: {', '.join(short)}")
 
     def _checked(self, info: Any) -> Any:
         if Path(info.relative_path).name != info.relative_path:

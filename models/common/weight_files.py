@@ -51,6 +51,8 @@ def _indexed(index: Path) -> list[Path]:
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, Mapping):
         raise ValueError(f"{index}: key weight_map is {weight_map!r}, it must be an object")
+    if strange := [name for name in weight_map.values() if not isinstance(name, str)]:
+        raise ValueError(f"{index}: weight_map names files by text, not by {strange[0]!r}")
     names = sorted(set(weight_map.values()))
     outside = [name for name in names if Path(name).name != name]
     if outside:

@@ -140,6 +140,16 @@ def test_all_that_does_not_fit_is_told_at_once_and_nothing_is_changed(repository
     assert weights_digest(wrong.state_dict()) == before
 
 
+@pytest.mark.parametrize(("name", "words"), [(5, "by text, not by 5"), ("../vae/x.safetensors", "outside its folder")])
+def test_an_index_that_names_no_file_beside_it_is_refused(repository: Path, name: object, words: str) -> None:
+    file = repository / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    index["weight_map"]["norm.weight"] = name
+    file.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=words):
+        load_weights(build(), repository)
+
+
 def some_pack() -> Packed:
     return Packed(
         text_ids=torch.arange(19),

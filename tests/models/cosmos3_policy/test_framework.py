@@ -174,3 +174,21 @@ def test_what_is_cut_short_or_elsewhere_is_told(written: Path) -> None:
     (written / "latest_checkpoint.txt").write_text("../elsewhere")
     with pytest.raises(FileNotFoundError, match="there is no such folder"):
         _ = CheckpointFolder(written).weights
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "zeros"])
+def test_a_copy_that_is_not_whole_is_told_by_its_file(written: Path, damage: str) -> None:
+    folder = written / "iter_000010000" / "model"
+    with DcpTensors(folder) as stored:
+        (file,) = stored.files
+    content = file.read_bytes()
+    changed = {"cut": content[: len(content) // 2], "gone": b"", "zeros": bytes(len(content))}[damage]
+    file.write_bytes(changed)
+    if damage == "gone":
+        file.unlink()
+    network = build(2)
+    before = digest(network)
+    words = {"cut": "cut short: " + file.name, "gone": "not there", "zeros": f"{file.name} holds no tensor"}[damage]
+    with pytest.raises(FileNotFoundError if damage == "gone" else ValueError, match=words):
+        load_weights(network, written, keep_action_heads=True)
+    assert digest(network) == before

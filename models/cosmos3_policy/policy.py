@@ -6,7 +6,6 @@ given and stay as they are. The empty prompt that guidance subtracts is the one 
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from models.common import draws
 from models.cosmos3_policy.config import LATENT_STRIDE
+from models.cosmos3_policy.inputs.observation import Observation, observe
 from models.cosmos3_policy.inputs.processor import Cosmos3Processor
 from models.cosmos3_policy.inputs.text import ReleasedTokenizer, Tokenizer
 from models.cosmos3_policy.network import Cosmos3Policy
@@ -32,19 +32,6 @@ class Encoder(Protocol):
 
     def encode(self, video: Tensor) -> Tensor:
         """uint8 [N, 3, F, H, W] -> float32 latents [N, C, 1 + (F - 1) / 4, H / 16, W / 16]."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Observation:
-    """One moment of B robots in the shape of a batch: images [B, 1, H, W, 3], state [B, 1, D], no actions."""
-
-    images: Mapping[str, Tensor]
-    state: Mapping[str, Tensor]
-    text: Sequence[str]
-    position: Tensor
-    action: Mapping[str, Tensor] = field(default_factory=dict)
-    action_is_pad: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.bool))
-    inputs: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Policy:
@@ -149,13 +136,15 @@ class Policy:
 
         Returns:
             {action column: float32 [B, horizon, D]} in robot units: grippers as the data set counts them.
+
+        Raises:
+            ValueError: with every problem of the observation.
         """
+        new = torch.arange(self._asked, self._asked + len(text))
+        observed = observe(self.processor, images, state, text, new if keys is None else keys)
         if keys is None:
-            keys = torch.arange(self._asked, self._asked + len(text))
             self._asked += len(text)
-        frames = {camera: torch.as_tensor(value).unsqueeze(1) for camera, value in images.items()}
-        states = {name: torch.as_tensor(value).to("cpu", torch.float32).unsqueeze(1) for name, value in state.items()}
-        rows, _ = self.imagine(Observation(images=frames, state=states, text=list(text), position=keys))
+        rows, _ = self.imagine(observed)
         return self.processor.to_robot(rows)
 
     def reset(self) -> None:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from models.cosmos3_policy.config import Cosmos3PolicyConfig
+from models.cosmos3_policy.inputs.observation import Observation
 from models.cosmos3_policy.inputs.processor import Cosmos3Processor, ProcessorConfig
 from models.cosmos3_policy.network import Cosmos3Policy
 from models.cosmos3_policy.packed import Packed, Velocity
-from models.cosmos3_policy.policy import Observation, Policy
+from models.cosmos3_policy.policy import Policy
 from models.cosmos3_policy.sampler import Sampling, told
 
 CAMERAS = ("wrist", "left", "right")
@@ -181,6 +182,29 @@ def test_guidance_and_what_the_network_is_asked(processor: Cosmos3Processor, sol
     for guidance, factor in ((1.0, 1.0), (3.0, 5.0)):
         expected = start - factor * 0.5 * Sampling(steps=3).sigmas[0]
         torch.testing.assert_close(results[guidance][0][..., :4], expected, atol=2e-3, rtol=0)
+
+
+def test_an_observation_that_is_none_is_told_with_all_its_problems(
+    network: Cosmos3Policy, processor: Cosmos3Processor
+) -> None:
+    """Levels in 0..1 would be black pictures, and one state that is no number a chunk of such."""
+    policy = Policy(network, Encoder(), processor)
+    images, state = seen()
+    wrong = {**images, "wrist": images["wrist"] / 255, "left": images["left"][:1]}
+    state["state"][1, 2] = torch.nan
+    words = r"'wrist'\] is torch.float32.*'left'\] has the shape \[1, 32, 64, 3\].*'state'\] holds values that are no"
+    with pytest.raises(ValueError, match=words):
+        policy.act(wrong, state, TEXTS)
+    images, state = seen()
+    with pytest.raises(ValueError, match=r"text is one string.*'wrist'\] has the shape \[3, 32"):
+        policy.act(images, state, TEXTS[0])
+    with pytest.raises(ValueError, match=r"text is empty"):
+        policy.act({c: image[:0] for c, image in images.items()}, {"state": state["state"][:0]}, [])
+    with pytest.raises(ValueError, match=r"images has \['wrist'\].*state has \[\].*keys has the shape \[1\]"):
+        policy.act({"wrist": images["wrist"]}, {}, TEXTS, keys=torch.arange(1))
+    # what was refused has taken no noise
+    fresh = Policy(network, Encoder(), processor).act(images, state, TEXTS)["action"]
+    np.testing.assert_array_equal(policy.act(images, state, TEXTS)["action"], fresh)
 
 
 def test_modes_of_the_network_stay(network: Cosmos3Policy, processor: Cosmos3Processor) -> None:

@@ -1,5 +1,6 @@
 """Open loop of the Cosmos-3 policy: figures against the dataset's own table, and a folder that acts as its run does."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,19 @@ def test_an_exported_folder_acts_as_the_run(trained: TrainedRun, tmp_path: Path)
     found = evaluate_folder(folder, str(trained.recipe.data.uri), limit=1)
     assert found["episodes_compared"] == 1
     assert np.isfinite(found["action_mse"])
+
+
+def test_steps_of_a_chunk_keep_their_length_on_a_faster_dataset(
+    trained: TrainedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another dataset's rows may be closer in time than the steps that the policy was trained on."""
+    uri = str(trained.recipe.data.uri)
+    with knonik.open(uri) as dataset:
+        lengths, rate = dataset.episodes.length.tolist(), dataset.fps
+    settings = dataclasses.replace(trained.processor.settings, fps=rate / 2)
+    monkeypatch.setattr(trained.processor, "settings", settings)
+    found = evaluate_run(trained, uri=uri, stride=None, limit=None)
+    assert found["predictions"] == sum(-(-length // 16) for length in lengths)  # 8 steps are 16 rows
 
 
 def test_what_cannot_be_compared_is_told(trained: TrainedRun, arm_dataset: Path) -> None:

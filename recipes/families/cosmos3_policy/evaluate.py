@@ -53,7 +53,8 @@ def _on_dataset(policy: "Policy", uri: str, stride: int | None, limit: int | Non
     import knonik
 
     with knonik.open(uri) as dataset:
-        return {"uri": uri, **compare(policy, dataset, stride, limit)}
+        # a chunk's steps are those of its training, whatever clock the dataset has
+        return {"uri": uri, **compare(policy, dataset, stride, limit, fps=policy.processor.settings.fps)}
 
 
 def compare(

@@ -31,7 +31,9 @@ def weight_files(path: Path) -> list[Path]:
     """
     if path.is_file():
         if path.suffix != ".safetensors":
-            raise FileNotFoundError(f"{path} is no .safetensors file; give one, or a folder that holds some")
+            raise FileNotFoundError(
+                f"{path} is no safetensors file; give one that ends in .safetensors, or a folder that holds some"
+            )
         return [path]
     for stem in (STEM, DIFFUSERS_STEM):
         if (index := path / f"{stem}.safetensors.index.json").is_file():

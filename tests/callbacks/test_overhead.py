@@ -119,7 +119,9 @@ def test_nothing_is_read_from_the_device_between_two_rows(tmp_path: Path, monkey
         trainer.fit(Line(), train_dataloaders=Ones())
     assert waits == []
     assert Mark.waits == [4, 8, 12]
-    assert len(reads.stacks) >= 3, "the losses of a row are read"
+    with Reads() as control:
+        float(torch.ones(1))
+    assert len(control.stacks) == 1, "a read is seen"
     assert [stack for stack in reads.stacks if "flush" not in stack] == []
     # two marks a fetch and two a backward, used again after each row
     assert Mark.made <= 4 * MICRO_BATCHES * (EVERY + 1)

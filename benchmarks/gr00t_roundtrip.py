@@ -27,13 +27,14 @@ import torch  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from models.common.observation import Observation  # noqa: E402
 from models.gr00t_n17.checkpoint.export import export  # noqa: E402
 from models.gr00t_n17.checkpoint.folder import CheckpointFolder  # noqa: E402
 from models.gr00t_n17.checkpoint.weights import load_weights  # noqa: E402
 from models.gr00t_n17.inputs.processor import Processor  # noqa: E402
 from models.gr00t_n17.inputs.text import WordTokenizer  # noqa: E402
 from models.gr00t_n17.network import GR00TN17  # noqa: E402
-from models.gr00t_n17.policy import GR00TPolicy, Observation  # noqa: E402
+from models.gr00t_n17.policy import GR00TPolicy  # noqa: E402
 
 TAG = "new_embodiment"
 TEXTS = ["Pick up the red block.", "Put it down, please!"]

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from models.common import draws
+from models.common.observation import Observation
 from models.cosmos3_policy.config import LATENT_STRIDE
-from models.cosmos3_policy.inputs.observation import Observation, observe
+from models.cosmos3_policy.inputs.observation import observe
 from models.cosmos3_policy.inputs.processor import Cosmos3Processor
 from models.cosmos3_policy.inputs.text import ReleasedTokenizer, Tokenizer
 from models.cosmos3_policy.network import Cosmos3Policy

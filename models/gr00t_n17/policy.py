@@ -1,7 +1,6 @@
 """A trained network as a policy: observations in, actions in robot units out."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -9,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from models.common.observation import Observation
 from models.common.stored import StoredTensors
 from models.gr00t_n17 import precision
 from models.gr00t_n17.checkpoint.folder import CheckpointFolder
@@ -21,19 +21,6 @@ from models.gr00t_n17.network import GR00TN17
 
 RAMP_RATE = 6.0
 """`rtc_ramp_rate` where neither the caller nor config.json gives one; the value of the public ports."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Observation:
-    """One moment of B robots in the shape of a batch: images [B, 1, H, W, 3], state [B, 1, D], no actions."""
-
-    images: Mapping[str, Tensor]
-    state: Mapping[str, Tensor]
-    text: Sequence[str]
-    position: Tensor
-    action: Mapping[str, Tensor] = field(default_factory=dict)
-    action_is_pad: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.bool))
-    inputs: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Policy:

@@ -1,27 +1,13 @@
 """What a robot shows its policy: one moment of B robots, checked together before anything is computed with it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from models.common.observation import Observation
 from models.cosmos3_policy.inputs.processor import Cosmos3Processor
-
-
-@dataclass(frozen=True, kw_only=True)
-class Observation:
-    """One moment of B robots in the shape of a batch: images [B, 1, H, W, 3], state [B, 1, D], no actions."""
-
-    images: Mapping[str, Tensor]
-    state: Mapping[str, Tensor]
-    text: Sequence[str]
-    position: Tensor
-    action: Mapping[str, Tensor] = field(default_factory=dict)
-    action_is_pad: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.bool))
-    inputs: Mapping[str, Any] = field(default_factory=dict)
 
 
 def observe(

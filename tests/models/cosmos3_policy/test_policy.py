@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from models.common.observation import Observation
 from models.cosmos3_policy.config import Cosmos3PolicyConfig
-from models.cosmos3_policy.inputs.observation import Observation
 from models.cosmos3_policy.inputs.processor import Cosmos3Processor, ProcessorConfig
 from models.cosmos3_policy.network import Cosmos3Policy
 from models.cosmos3_policy.packed import Packed, Velocity

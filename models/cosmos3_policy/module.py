@@ -12,10 +12,9 @@ from models.common.step_options import Lookahead as LookaheadChoice
 from models.common.training_module import Loss, TrainingModule
 from models.cosmos3_policy.flops import PackShape, recompute_flops, step_flops, upstream_flops
 from models.cosmos3_policy.network import Cosmos3Policy, Understanding
-from models.cosmos3_policy.objective import Flow, ObjectiveConfig, losses, noised
+from models.cosmos3_policy.objective import Flow, ObjectiveConfig, flow_of, losses
 from models.cosmos3_policy.parallelize import ACTION_HEADS, shard
 from models.cosmos3_policy.validation import Validation
-from models.cosmos3_policy.vision.canvas import crop_latents
 
 
 class Prepared(NamedTuple):
@@ -91,24 +90,8 @@ class Cosmos3PolicyModule(TrainingModule):
     @torch.no_grad()
     def prepare(self, inputs: Mapping[str, Any]) -> Prepared:
         """Everything before the trained tower; depends on no trained weight and on no generator's state."""
-        flow = noised(
-            self.latents(inputs),
-            inputs["action"],
-            seed=self.seed,
-            position=inputs["position"],
-            shift=self.objective.shift,
-            action_dim=inputs["action_dim"],
-            text_ids=inputs["text_ids"],
-            text_lengths=inputs["text_lengths"],
-            domain=inputs["domain"],
-            fps=inputs["fps"],
-        )
+        flow = flow_of(inputs, self._vae[0], seed=self.seed, position=inputs["position"], shift=self.objective.shift)
         return Prepared(flow, self.network.understand(flow.packed))
-
-    @torch.no_grad()
-    def latents(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Latents float32 [N, C, T, H, W] of the videos, without those of the canvas around the picture."""
-        return crop_latents(self._vae[0].encode(inputs["video"]), inputs["content_size"]).float()
 
     def held_out_figures(self, validation: Validation) -> dict[str, float]:
         return validation.measure(self.network, self._vae[0])

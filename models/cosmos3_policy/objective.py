@@ -5,15 +5,16 @@ noise - data. One level holds for both parts of a sample. The first latent frame
 measured state, are given clean.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from models.common import draws
 from models.cosmos3_policy.packed import Packed, Velocity
+from models.cosmos3_policy.vision.canvas import crop_latents
 
 SHIFTS = {"256": 3.0, "480": 5.0, "720": 10.0}
 """Shift of the noise levels by the canvas tier, as the released model was trained; see `shift_of`."""
@@ -116,6 +117,19 @@ def noised(
         fps=(float(fps),) * n,
     )
     return Flow(packed, vision_target, noise - action, action_dim)
+
+
+def flow_of(inputs: Mapping[str, Any], encoder: Any, *, seed: int, position: Tensor, shift: float) -> Flow:
+    """The noised pack of the inputs of a step: their videos encoded, without the latents around the picture.
+
+    Args:
+        inputs: as `Cosmos3Processor.to_network` gives them.
+        encoder: of clips, as `vision.vae.VideoEncoder`.
+        seed, position, shift: as for `noised`.
+    """
+    latents = crop_latents(encoder.encode(inputs["video"]), inputs["content_size"]).float()
+    rest = {name: inputs[name] for name in ("action", "action_dim", "text_ids", "text_lengths", "domain", "fps")}
+    return noised(latents, seed=seed, position=position, shift=shift, **rest)
 
 
 def losses(velocity: Velocity, flow: Flow) -> tuple[Tensor, Tensor]:

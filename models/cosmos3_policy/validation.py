@@ -15,9 +15,8 @@ from models.common import draws
 from models.common.held_out import HeldOut, action_metrics, eval_mode, sample_keys, summed_over_ranks
 from models.cosmos3_policy.inputs.processor import Cosmos3Processor
 from models.cosmos3_policy.network import Cosmos3Policy
-from models.cosmos3_policy.objective import ObjectiveConfig, losses, noised
+from models.cosmos3_policy.objective import ObjectiveConfig, flow_of, losses
 from models.cosmos3_policy.policy import Encoder, Policy
-from models.cosmos3_policy.vision.canvas import crop_latents
 
 
 class Validation:
@@ -87,19 +86,9 @@ class Validation:
     def _loss(self, network: Cosmos3Policy, encoder: Encoder, batch: HeldOut) -> np.ndarray:
         """Summed errors of both parts, and samples, of one batch."""
         inputs = self.processor.to_network(batch, augment=False)
-        flow = noised(
-            crop_latents(encoder.encode(inputs["video"]), inputs["content_size"]).float(),
-            inputs["action"],
-            # not those of training, whose samples are numbered by their places in the run
-            seed=draws.stream_key(self.seed, "validation"),
-            position=sample_keys(batch),
-            shift=self.objective.shift,
-            action_dim=inputs["action_dim"],
-            text_ids=inputs["text_ids"],
-            text_lengths=inputs["text_lengths"],
-            domain=inputs["domain"],
-            fps=inputs["fps"],
-        )
+        # not the draws of training, whose samples are numbered by their places in the run
+        seed = draws.stream_key(self.seed, "validation")
+        flow = flow_of(inputs, encoder, seed=seed, position=sample_keys(batch), shift=self.objective.shift)
         parts = losses(network.generate(flow.packed, network.understand(flow.packed)), flow)
         return np.array([*(float(part.double().sum()) for part in parts), len(flow.packed)])
 

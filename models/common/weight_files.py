@@ -27,7 +27,8 @@ def weight_files(path: Path) -> list[Path]:
     In a folder they are those of its index, or the one file `model.safetensors` or Diffusers' name for it.
 
     Raises:
-        FileNotFoundError: none there, one that the index names is absent, or only pickled files, which are not read.
+        FileNotFoundError: none there, one that the index names is absent, a file of another kind, or only pickled
+            files, which are not read.
     """
     if path.is_file():
         if path.suffix != ".safetensors":

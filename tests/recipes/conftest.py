@@ -45,6 +45,17 @@ def _write_dataset(
     return folder
 
 
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for runs of the Cosmos-3 policy's smoke recipe, with a few of its demonstrations in `data`."""
+    from recipes.load import load
+    from recipes.stages import make_dataset
+
+    where = tmp_path_factory.mktemp("cosmos3")
+    make_dataset(load("cosmos3_policy/smoke", [f"data.uri={where / 'data'}", "data.generate.layouts=4"]))
+    return where
+
+
 @pytest.fixture(scope="session")
 def write_dataset() -> Callable[..., Path]:
     """`write_dataset(folder, seed=, episodes=, width=, modality={...})`; see `_write_dataset`."""

@@ -10,16 +10,8 @@ from recipes.check import check, checked
 from recipes.families.cosmos3_policy import memory
 from recipes.family import family
 from recipes.load import RecipeError, examine, from_dict, load, to_dict
-from recipes.stages import make_dataset
 
 SMOKE = "cosmos3_policy/smoke"
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    where = tmp_path_factory.mktemp("cosmos3")
-    make_dataset(load(SMOKE, [f"data.uri={where / 'data'}", "data.generate.layouts=4"]))
-    return where
 
 
 def values(world: Path, folder: Path, *more: str) -> list[str]:
@@ -171,3 +163,9 @@ def test_the_memory_of_a_rank_is_told_by_part(world: Path, tmp_path: Path, monke
     static = next(line for line in reference.splitlines() if line.startswith("static")).split()
     assert [float(value) for value in static[2:5]] == pytest.approx([3.49, 6.98, 3.49], abs=0.01)
     assert "a pack of 32 samples of 3,243 tokens" in reference
+
+
+def test_a_file_of_another_kind_is_no_weights(world: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("no tensors")
+    lines = problems(world, tmp_path, f"model.weights={tmp_path / 'notes.txt'}", f"model.vae={tmp_path}")
+    assert any("model.weights: " in line and "notes.txt is no safetensors file" in line for line in lines)

@@ -13,9 +13,8 @@ import torch
 
 from callbacks.run_record import RunRecord
 from recipes.check import checked
-from recipes.load import load
+from recipes.load import RecipeError
 from recipes.run_folder import RunFolder
-from recipes.stages import make_dataset
 from recipes.train import train
 
 SMOKE = "cosmos3_policy/smoke"
@@ -28,13 +27,6 @@ SMALL = (
     "checkpoint.keep=-1",
     "validation=null",
 )
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    where = tmp_path_factory.mktemp("cosmos3")
-    make_dataset(load(SMOKE, [f"data.uri={where / 'data'}", "data.generate.layouts=4"]))
-    return where
 
 
 @pytest.fixture(scope="module")
@@ -126,3 +118,12 @@ def test_packs_by_tokens_hold_what_fits(run: Callable[..., dict[str, Any]], plai
     assert set(per_step) <= {1, 2, 3, 4}
     assert sum(per_step) == found["samples_seen"]
     assert min(per_step) == 1
+
+
+def test_what_only_the_made_dataset_shows_is_told_before_training(tmp_path: Path) -> None:
+    places = (f"data.uri={tmp_path / 'data'}", f"data.cache.dir={tmp_path / 'cache'}", f"run.dir={tmp_path / 'run'}")
+    wrong = ("data.generate.layouts=2", "data.cameras=[observation.images.front]")
+    recipe = checked(SMOKE, [*places, *SMALL, *wrong])
+    with pytest.raises(RecipeError, match=r"data\.cameras: 'observation\.images\.front' is no camera of"):
+        train(recipe, time.perf_counter())
+    assert not (tmp_path / "run" / "steps.csv").exists()

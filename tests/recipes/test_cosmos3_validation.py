@@ -17,7 +17,6 @@ from recipes.family import family
 from recipes.load import load
 from recipes.run_folder import RunFolder
 from recipes.sources import open_all
-from recipes.stages import make_dataset
 from recipes.train import train
 from recipes.trained import load_run
 
@@ -30,13 +29,6 @@ SMALL = (
     "trainer.max_steps=4",
     "validation.every_n_steps=3",
 )
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    where = tmp_path_factory.mktemp("cosmos3")
-    make_dataset(load(SMOKE, [f"data.uri={where / 'data'}", "data.generate.layouts=4"]))
-    return where
 
 
 def given(world: Path, name: str, *more: str) -> list[str]:

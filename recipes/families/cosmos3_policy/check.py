@@ -259,6 +259,8 @@ def _picture(
     views = tuple(recipe.data.cameras or dataset.cameras)
     if settings.views is not None:
         views = tuple(settings.views.values())
+    if any(camera not in dataset.cameras for camera in views):
+        return []  # reported with the dataset
     try:
         canvas = plan_canvas(settings.tier, [dataset.image_shape(camera) for camera in views])
     except ValueError as error:

@@ -1,6 +1,8 @@
 """What the workers of both models share: ten steps on some ranks with losses, first gradients and collectives kept."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,6 +79,18 @@ class SaveAt(Callback):
             trainer.save_checkpoint(self.path)
             whole = whole_tensors(trained_parameters(pl_module))
             self.weights = {name: value.detach().clone() for name, value in whole.items()}
+
+
+def start(worker: Path, folder: Path, ranks: int) -> subprocess.CompletedProcess[str]:
+    """Run a worker under torchrun, with what it printed kept."""
+    return subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
+            str(worker), str(folder),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+        capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
 
 
 def trained_parameters(module: Any) -> dict[str, Any]:

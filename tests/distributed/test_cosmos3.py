@@ -3,9 +3,6 @@
 Two starts of torchrun, of four and of two ranks; all tests look at what they have left.
 """
 
-import os
-import subprocess
-import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -13,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("cosmos3_worker.py")
 UNITS = 2  # the tiny network's layers
 
@@ -38,14 +34,7 @@ def plain(folder: Path) -> dict[str, Any]:
 
 
 def start(folder: Path, ranks: int) -> dict[str, Any]:
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
-            str(WORKER), str(folder),
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
+    done = worker.parallel_runs.start(WORKER, folder, ranks)
     assert done.returncode == 0, done.stderr[-4000:]
     return torch.load(folder / f"ranks{ranks}.pt", weights_only=True)
 

@@ -3,9 +3,6 @@
 Two starts of torchrun, of four and of two ranks; all tests look at what they have left.
 """
 
-import os
-import subprocess
-import sys
 import warnings
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -21,7 +18,6 @@ from recipes.load import load
 from recipes.run_folder import RunFolder, is_whole
 from recipes.strategy import PRECISION, build_strategy
 
-ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("parallel_worker.py")
 UNITS = 3  # the tiny head's transformer blocks
 
@@ -45,27 +41,16 @@ def plain(folder: Path) -> dict[str, Any]:
     return worker.train(worker.make_module(), save=folder / "plain.ckpt")
 
 
-def start(folder: Path, ranks: int) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
-            str(WORKER), str(folder),
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def four(folder: Path, plain: dict[str, Any]) -> dict[str, Any]:
-    done = start(folder, 4)
+    done = worker.parallel_runs.start(WORKER, folder, 4)
     assert done.returncode == 0, done.stderr[-4000:]
     return torch.load(folder / "ranks4.pt", weights_only=True)
 
 
 @pytest.fixture(scope="module")
 def two(folder: Path, four: dict[str, Any]) -> dict[str, Any]:
-    done = start(folder, 2)  # ends with a rank killed on purpose
+    done = worker.parallel_runs.start(WORKER, folder, 2)  # ends with a rank killed on purpose
     assert (folder / "killed").is_dir(), done.stderr[-4000:]
     return torch.load(folder / "ranks2.pt", weights_only=True)
 

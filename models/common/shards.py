@@ -33,9 +33,8 @@ def new_folder(folder: str | Path) -> Iterator[Path]:
     try:
         yield temporary
         for file in temporary.rglob("*"):
-            file.chmod(
-                0o755 if file.is_dir() else 0o644
-            )  # temporary files are private, published ones are for everybody
+            # temporary files are private, published ones are for everybody
+            file.chmod(0o755 if file.is_dir() else 0o644)
         temporary.chmod(0o755)
         if folder.exists():
             folder.rmdir()

@@ -1,7 +1,9 @@
-"""Fixtures shared by all tests: the real sample datasets, a report line on whether they were used, and an S3 server."""
+"""Fixtures shared by all tests: the real sample datasets, a line on whether they were used, an S3 server, leftovers."""
 
 import subprocess
 import sys
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,44 @@ def shared_data() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip("no shared/data folder beside the repository")
     return SHARED_DATA
+
+
+class Since:
+    """What this process has come to hold since this was made: threads and open files.
+
+    Whatever earlier tests of the process left behind may still go at any moment, so nothing is compared with a count.
+    """
+
+    def __init__(self) -> None:
+        self._threads = set(threading.enumerate())
+        self._files = Counter(_open_files())
+
+    def threads(self, prefix: str = "") -> list[str]:
+        """Names of the threads begun since and still alive."""
+        begun = [thread for thread in threading.enumerate() if thread not in self._threads]
+        return [thread.name for thread in begun if thread.name.startswith(prefix)]
+
+    def files(self) -> list[str]:
+        """What the descriptors opened since and still open point to."""
+        return sorted((Counter(_open_files()) - self._files).elements())
+
+
+def _open_files() -> list[str]:
+    found = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        try:
+            found.append(str(descriptor.readlink()))
+        except OSError:  # the descriptor of this very listing
+            continue
+    return found
+
+
+@pytest.fixture
+def since() -> Callable[[], Since]:
+    """Begin to watch what this process comes to hold; skips where the system does not show it."""
+    if not Path("/proc/self/fd").is_dir():
+        pytest.skip("no /proc")
+    return Since
 
 
 _MOTO = """

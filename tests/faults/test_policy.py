@@ -361,7 +361,8 @@ def test_a_bug_in_a_second_thread_reaches_the_caller() -> None:
     transport.close()
 
 
-def test_closing_ends_waiting_and_threads() -> None:
+def test_closing_ends_waiting_and_threads(since) -> None:
+    watch = since()
     counters = Counters()
     transport = Transport(Policy(backoff_s=1000, backoff_cap_s=1000, attempts=50), counters)
     failed = threading.Event()
@@ -385,7 +386,7 @@ def test_closing_ends_waiting_and_threads() -> None:
     thread.join(60)
     assert not thread.is_alive()
     assert "closed" in errors[0]
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("knonik-get")]
+    assert watch.threads("knonik-get") == []
 
 
 def test_impossible_policies_are_refused() -> None:

@@ -3,7 +3,6 @@
 import gc
 import itertools
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -45,10 +44,6 @@ def assert_equal(left: knonik.Batch, right: knonik.Batch) -> None:
         ours, theirs = getattr(left, name), getattr(right, name)
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[key], theirs[key]) for key in ours), name
-
-
-def knonik_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("knonik")]
 
 
 def test_content_of_a_batch(dataset: knonik.Dataset) -> None:
@@ -244,7 +239,8 @@ def test_the_ring_is_bounded(dataset: knonik.Dataset) -> None:
     assert stages["assemble"]["blocked_s"] > 0 or stages["decode"]["starved_s"] > 0
 
 
-def test_a_damaged_file_is_named_with_its_sample(make_set, tmp_path: Path) -> None:
+def test_a_damaged_file_is_named_with_its_sample(make_set, tmp_path: Path, since) -> None:
+    watch = since()
     root = shutil.copytree(make_set((6, 6), version="v2.1", cameras=1), tmp_path / "set")
     dataset = knonik.open(root, cache_dir=tmp_path / "cache")
     (video,) = root.rglob("episode_000001.mp4")
@@ -264,7 +260,7 @@ def test_a_damaged_file_is_named_with_its_sample(make_set, tmp_path: Path) -> No
         assert caught.value.__cause__ is not None
         with pytest.raises(LoaderError):
             next(loader)
-    assert knonik_threads() == []
+    assert watch.threads("knonik") == []
 
 
 def test_a_failing_transform_surfaces(dataset: knonik.Dataset) -> None:
@@ -285,30 +281,27 @@ def test_rows_too_far_from_their_frame_are_refused(shared_data: Path, tmp_path: 
             next(loader)
 
 
-def test_nothing_is_left_after_close(make_set, tmp_path: Path) -> None:
-    def handles() -> list[str]:
-        links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]  # noqa: PTH208
-        return sorted(os.readlink(link) for link in links if os.path.exists(link))  # noqa: PTH110, PTH115
-
+def test_nothing_is_left_after_close(make_set, tmp_path: Path, since) -> None:
     dataset = knonik.open(make_set(LENGTHS), cache_dir=tmp_path / "cache")
     dataset.columns(["observation.state", "action", "task_index"])  # the dataset's own, not the loader's
-    threads, files = threading.active_count(), handles()
+    watch = since()
     loader = Loader(dataset, batch_size=4, decode_threads=3)
     next(loader)
-    assert len(knonik_threads()) == 5  # planning, three decoding, assembling
+    assert len(watch.threads("knonik")) == 5  # planning, three decoding, assembling
     loader.close()
     loader.close()
-    assert threading.active_count() == threads
-    assert handles() == files
+    assert watch.threads() == []
+    assert watch.files() == []
     with pytest.raises(LoaderError, match="closed"):
         next(loader)
 
 
-def test_a_forgotten_loader_stops_its_threads(dataset: knonik.Dataset) -> None:
+def test_a_forgotten_loader_stops_its_threads(dataset: knonik.Dataset, since) -> None:
+    watch = since()
     for _batch in Loader(dataset, batch_size=4):
         break
     gc.collect()
-    assert knonik_threads() == []
+    assert watch.threads("knonik") == []
 
 
 def test_the_interpreter_ends_with_a_loader_open(dataset: knonik.Dataset, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import itertools
 import shutil
-import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -231,8 +230,9 @@ def test_refusals(dataset: knonik.Dataset, options: Mapping[str, object], messag
 
 
 def test_a_loader_that_cannot_start_leaves_no_threads(
-    make_set, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote_store
+    make_set, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote_store, since
 ) -> None:
+    watch = since()
     root = make_set((8, 6), cameras=1)
     dataset = knonik.open(root, cache_dir=tmp_path / "cache")
     dataset.store = remote_store(root)
@@ -244,4 +244,4 @@ def test_a_loader_that_cannot_start_leaves_no_threads(
     with Loader(dataset, batch_size=4, decoded_bytes=1 << 30, disk_bytes=0) as loader:
         with pytest.raises(OSError, match="no space left"):
             next(loader)
-        assert [thread.name for thread in threading.enumerate() if thread.name.startswith("knonik-fetch")] == []
+        assert watch.threads("knonik-fetch") == []

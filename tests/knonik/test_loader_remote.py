@@ -46,8 +46,9 @@ def remote(make_set: Callable[..., Path], tmp_path: Path, remote_store: Any) -> 
     ids=["pool", "small pool", "no pool", "disk", "blocks"],
 )
 def test_batches_are_those_of_the_local_set(
-    remote: Remote, make_set: Callable[..., Path], tmp_path: Path, options: dict[str, Any]
+    remote: Remote, make_set: Callable[..., Path], tmp_path: Path, options: dict[str, Any], since
 ) -> None:
+    watch = since()
     far, store = remote(gop=4)
     near = knonik.open(make_set(LENGTHS, gop=4), cache_dir=tmp_path / "cache")
     order = {key: options[key] for key in ("order", "block_window", "lanes") if key in options}
@@ -67,7 +68,7 @@ def test_batches_are_those_of_the_local_set(
     longest = max(length for _, _, length in store.ranges)
     assert gauges["pool_bytes"] <= options["ram_bytes"] + longest
     assert gauges["disk_bytes"] <= options["disk_bytes"]
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("knonik")] == []
+    assert watch.threads("knonik") == []
 
 
 def test_bytes_that_cannot_be_had_are_named_with_their_sample(remote: Remote) -> None:

@@ -253,14 +253,15 @@ def test_twenty_at_once(tmp_path: Path) -> None:
         disk.close()
 
 
-def test_a_folder_that_cannot_be_used_costs_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_used_costs_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, since
+) -> None:
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    descriptors = Path("/proc/self/fd")
-    before = {path.name for path in descriptors.iterdir()}
+    watch = since()
     with monkeypatch.context() as patch:
         patch.setattr("knonik.fetch.disk.os.pwrite", full)
         with pytest.raises(OSError, match="No space left"):
             cache(tmp_path)
-    assert {path.name for path in descriptors.iterdir()} == before
+    assert watch.files() == []

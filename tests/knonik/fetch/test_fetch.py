@@ -2,7 +2,6 @@
 
 import errno
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -212,7 +211,8 @@ def test_a_changed_object_is_told_as_such(remote: Make) -> None:
         source.close()
 
 
-def test_close_ends_waits_and_threads_while_reads_are_under_way(remote: Make) -> None:
+def test_close_ends_waits_and_threads_while_reads_are_under_way(remote: Make, since) -> None:
+    watch = since()
     dataset = remote()
     plans = plans_of(dataset, 4)
     source = PooledSource(dataset, ram_bytes=1 << 24, connections=2, merge_gap_bytes=0)
@@ -229,7 +229,7 @@ def test_close_ends_waits_and_threads_while_reads_are_under_way(remote: Make) ->
         dataset.store.gate.set()
         closing.result(timeout=30)
     assert len(dataset.store.ranges) <= 4
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("knonik-fetch")]
+    assert watch.threads("knonik-fetch") == []
     with pytest.raises(StoreError, match="closed"):
         source.packets(last.key, max(last.numbers))
     with pytest.raises(StoreError, match="closed"):

@@ -210,7 +210,8 @@ def test_only_one_reads_on_while_batches_need_the_connections(store: Any, cache:
     assert len(set(store.readers[3:])) == 1
 
 
-def test_closing_ends_the_threads_also_those_held_back(store: Any, cache: DiskCache) -> None:
+def test_closing_ends_the_threads_also_those_held_back(store: Any, cache: DiskCache, since) -> None:
+    watch = since()
     store.gate.clear()
     filling = Filling(store, cache, threads=3)
     for _ in range(3):
@@ -224,7 +225,7 @@ def test_closing_ends_the_threads_also_those_held_back(store: Any, cache: DiskCa
     closing.join(30)
     assert not closing.is_alive()
     assert len(store.ranges) == 3
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("knonik-fill")]
+    assert watch.threads("knonik-fill") == []
 
 
 @pytest.fixture

@@ -91,8 +91,9 @@ def test_only_what_is_asked_for_is_read(root: Path, tmp_path: Path) -> None:
     assert metadata.episodes.num_rows == sum(LENGTHS)
 
 
-def test_nobody_waits_for_the_whole(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_for_the_whole(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, since) -> None:
     """The background stands still, and what is asked for is there nevertheless."""
+    watch = since()
     monkeypatch.setattr("knonik.index.video_index._AT_ONCE", 0)
     monkeypatch.setattr("knonik.index.build._CONNECTIONS", 4)  # two of them for the background
     hold = threading.Event()
@@ -111,7 +112,7 @@ def test_nobody_waits_for_the_whole(root: Path, tmp_path: Path, monkeypatch: pyt
     hold.set()
     index.wait()
     assert index.complete
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("knonik-index")]
+    assert watch.threads("knonik-index") == []
     assert max(store.reads.values()) <= 3
     index.close()
 

@@ -105,9 +105,10 @@ def gop_runs(
 ) -> Int64Array:
     """Anchors [R] of each run: as short as possible so that no two runs need frames of one GOP.
 
-    Cameras need not have their GOPs at the same steps: a run ends only where no camera has a GOP that both sides need,
-    which may be at the end of the episode. Such a run of more than `longest` anchors is cut between GOPs of the camera
-    with the longest ones, and GOPs of the other cameras that lie across a cut are decoded once on each side.
+    Cameras need not have their GOPs at the same steps, and windows reach from one into the next: a run ends only where
+    no camera has a GOP that both sides need, which may be at the end of the episode. Such a run of more than `longest`
+    anchors is cut between GOPs of the camera with the longest ones, and GOPs of the other cameras or of windows that
+    lie across a cut are decoded once on each side.
 
     Args:
         windows: camera key to step offsets from the anchor.
@@ -118,12 +119,16 @@ def gop_runs(
     videos = [camera for camera in windows if dataset.episodes.cameras[camera].kind != "image"]
     free = np.full(total, bool(videos))  # no GOP is needed on both sides of the anchor's beginning
     free[anchors.ends - anchors.counts] = True  # all there is without video: runs are the stretches of anchors
+    ids = np.repeat(anchors.ids, anchors.counts)
+    same_episode = ids[1:] == ids[:-1]
     leading, num_leading = np.ones(total, np.bool_), total + 1
     for camera in videos:
         low = high = _groups(dataset, camera, anchors, min(windows[camera]))
         if max(windows[camera]) != min(windows[camera]):
             high = _groups(dataset, camera, anchors, max(windows[camera]))
-        free[1:] &= low[1:] != high[:-1]
+        # GOPs rise within an episode, and a window has all between its ends: it is clear of the one before it when it
+        # begins behind it. Episodes lie in any order and may share a GOP where they meet.
+        free[1:] &= np.where(same_episode, low[1:] > high[:-1], low[1:] != high[:-1])
         own = np.append(True, high[1:] != high[:-1])
         if own.sum() < num_leading:
             leading, num_leading = own, int(own.sum())

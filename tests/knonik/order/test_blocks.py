@@ -122,6 +122,27 @@ def test_a_run_that_is_too_long_is_cut_between_the_longest_gops() -> None:
     assert runs(20, {"a": 20}, offsets=[0], longest=5) == [20] * 3  # one GOP is never cut
 
 
+@pytest.mark.parametrize(
+    ("length", "gop", "offsets", "longest", "decodings"),
+    [
+        (40, 10, [0, 3], 100, 4),  # reaches into the next GOP: alone beyond the border, or from both of its sides
+        (40, 10, list(range(-4, 1)), 100, 4),
+        (500, 250, list(range(9)), 300, 3),  # cut once, where windows begin to reach into the second GOP
+        (100, 2, list(range(33)), 1000, 50),  # over many GOPs: the border between two anchors parts none of their own
+        (100, 2, list(range(33)), 25, 98),  # four pieces: the 16 GOPs ahead of a cut are needed behind it too
+    ],
+)
+def test_windows_longer_than_a_gop_keep_its_samples_in_one_run(
+    length: int, gop: int, offsets: list[int], longest: int, decodings: int
+) -> None:
+    """The GOPs that runs need, each counted for every run that needs it."""
+    lengths = runs(length, {"a": gop}, offsets=offsets, longest=longest, episodes=1)
+    starts = np.cumsum([0, *lengths])
+    frames = np.clip(np.arange(length)[:, None] + np.array(offsets), 0, length - 1)
+    needed = [np.unique(frames[begin:stop] // gop) for begin, stop in itertools.pairwise(starts)]
+    assert sum(map(len, needed)) == decodings
+
+
 def planner(dataset: knonik.Dataset, **options: object) -> Planner:
     defaults = {
         "batch_size": 8,
@@ -187,6 +208,14 @@ def test_each_gop_is_decoded_once_an_epoch_and_by_one_rank(dataset: knonik.Datas
             total[unit] = total.get(unit, 0) + count
     # The borders between the shares of 4 lanes cut at most 3 GOPs.
     assert sum(total.values()) <= len(total) + 3
+
+
+def test_each_gop_of_long_windows_is_decoded_once_but_at_cuts(dataset: knonik.Dataset) -> None:
+    windows = {camera: range(5) for camera in (CAM0, CAM1)}
+    mine = planner(dataset, windows=windows, lanes=1, block_window=60)
+    times, most = decodings(mine, 120 // mine.global_batch)
+    assert set(times.values()) == {1}  # no episode is longer than a window
+    assert most <= mine.held_samples * 5
 
 
 def test_blocks_do_not_depend_on_the_world_size(dataset: knonik.Dataset) -> None:

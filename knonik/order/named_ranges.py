@@ -7,7 +7,7 @@ from pathlib import Path
 from knonik.dataset import Dataset
 from knonik.metadata.episode_rows import is_episode_file
 from knonik.metadata.files import MetadataError, json_lines, parquet_table, read_in_order
-from knonik.order.select import Ranges
+from knonik.order.select import Ranges, merged, whole_range
 
 DROID_KEY = (
     "gs://xembodiment_data/r2d2/r2d2-data-full/{0}/recordings/MP4--gs://xembodiment_data/r2d2/r2d2-data-full/{0}/"
@@ -19,7 +19,7 @@ _LINES = "meta/episodes.jsonl"
 
 
 def episode_names(dataset: Dataset, column: str) -> dict[str, int]:
-    """Name -> episode id, from a column of the dataset's list of episodes.
+    """Name -> episode id, from a column of the dataset's list of episodes; those without a name are left out.
 
     Raises:
         MetadataError: the list has no such column, or a name stands there twice.
@@ -40,7 +40,7 @@ def episode_names(dataset: Dataset, column: str) -> dict[str, int]:
         if column not in columns:
             raise MetadataError(f"{key}: column {column} is missing; it has {', '.join(sorted(columns))}")
         for name, episode in zip(columns[column], columns["episode_index"], strict=True):
-            if names.setdefault(str(name), int(str(episode))) != episode:
+            if name not in (None, "") and names.setdefault(str(name), int(str(episode))) != episode:
                 raise MetadataError(f"{key}: {column} {name!r} names episodes {names[str(name)]} and {episode}")
     return names
 
@@ -53,16 +53,21 @@ def named_ranges(
     Args:
         source: JSON file {name: [[start, stop], ...], ...} of frames.
         key: how the file names an episode, {0} in the place of its name.
-        horizon: frames after an anchor that must lie in the range too; 0 asks only the anchor to lie there.
+        horizon: frames after an anchor that must be kept too; 0 asks only the anchor to be. Ranges that touch or
+            overlap are one: it is the frames that are kept or not.
 
     Raises:
-        ValueError: the file is not of this form, or names none of the episodes.
+        ValueError: the file is not of this form, names none of the episodes, or keeps no anchor of any.
     """
     try:
         given = json.loads(Path(source).read_text())
         if not isinstance(given, dict):
             raise TypeError(f"it holds {type(given).__name__}")
-        by_name = {str(name): [(int(start), int(stop)) for start, stop in pairs] for name, pairs in given.items()}
+        by_name = {str(name): [whole_range(*pair) for pair in pairs] for name, pairs in given.items()}
+        for name, pairs in by_name.items():
+            for start, stop in pairs:
+                if not 0 <= start <= stop:
+                    raise ValueError(f"{name!r} has [{start}, {stop}]")
     except (TypeError, ValueError) as error:
         raise ValueError(f"{source}: expected names, each with a list of [start, stop] frames ({error})") from error
     length = dict(zip(dataset.episodes.ids.tolist(), dataset.episodes.length.tolist(), strict=True))
@@ -73,7 +78,7 @@ def named_ranges(
         if pairs is None or episode not in length:
             continue
         met += 1
-        cut = [(max(0, start), min(stop, length[episode]) - horizon) for start, stop in pairs]
+        cut = [(start, min(stop, length[episode]) - horizon) for start, stop in merged(pairs)]
         if kept := [(start, stop) for start, stop in cut if start < stop]:
             found[episode] = kept
     if not met:
@@ -81,5 +86,10 @@ def named_ranges(
             f"{source} names none of the {len(names)} episodes of {dataset.uri}: it has names like "
             f"{next(iter(by_name), '')!r}, looked for were {key.format(next(iter(names), ''))!r} and the like. Say "
             "with --key how the file names an episode, or with --column which column has the names"
+        )
+    if not found:
+        raise ValueError(
+            f"{source} keeps no anchor: of the {met} episodes it names in {dataset.uri}, none has {1 + horizon} frames "
+            "in a row that are kept; give a smaller --horizon, or another filter"
         )
     return found

@@ -36,7 +36,7 @@ def read_ranges(source: Ranges | str | os.PathLike[str], episodes: EpisodeTable)
         if not isinstance(named, dict):
             raise ValueError(f"{where}: holds {type(named).__name__}; an object of episode ids is expected")
     try:
-        by_id = {int(episode): [(int(start), int(stop)) for start, stop in pairs] for episode, pairs in named.items()}
+        by_id = {int(episode): [whole_range(*pair) for pair in pairs] for episode, pairs in named.items()}
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"{where}: expected episode ids, each with a list of [start, stop] frames ({error})"
@@ -49,28 +49,40 @@ def read_ranges(source: Ranges | str | os.PathLike[str], episodes: EpisodeTable)
                     f"{where}: episode {episode} has the range [{start}, {stop}); allowed is 0 <= start < stop <= "
                     f"{length}, its number of rows"
                 )
-    return {episode: _merged(by_id[episode]) for episode in sorted(by_id)}
+    return {episode: merged(by_id[episode]) for episode in sorted(by_id)}
 
 
 def common_ranges(one: Ranges, other: Ranges) -> Ranges:
     """What lies in both."""
     return {
-        episode: _merged(
+        episode: merged(
             (max(a, c), min(b, d)) for a, b in one[episode] for c, d in other[episode] if max(a, c) < min(b, d)
         )
         for episode in one.keys() & other.keys()
     }
 
 
-def _merged(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def whole_range(start: Any, stop: Any) -> tuple[int, int]:
+    """Both ends as whole numbers.
+
+    Raises:
+        ValueError, TypeError: one is none; a part of a frame is never cut off in silence.
+    """
+    for end in (start, stop):
+        if not float(end).is_integer():
+            raise ValueError(f"{end!r} is no whole number")
+    return int(start), int(stop)
+
+
+def merged(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Sorted ranges of which no two overlap or touch."""
-    merged: list[tuple[int, int]] = []
+    found: list[tuple[int, int]] = []
     for start, stop in sorted(pairs):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
         else:
-            merged.append((start, stop))
-    return merged
+            found.append((start, stop))
+    return found
 
 
 def find_anchors(episodes: EpisodeTable, ranges: Ranges | None, horizon: int = 1) -> Anchors:

@@ -69,6 +69,33 @@ def test_whole_windows_may_be_asked_to_lie_there(named: Path, tmp_path: Path) ->
         assert len(dataset.anchors(5)) == 8
 
 
+def test_a_window_may_cross_from_one_range_into_the_next(named: Path, tmp_path: Path) -> None:
+    kept = {DROID_KEY.format(NAMES[0]): [[6, 9], [0, 4], [3, 6]], DROID_KEY.format(NAMES[1]): [[2, 8], [4, 11]]}
+    run(named, tmp_path, "--horizon", "4", kept=kept)
+    # By the frames themselves: those a to a + 4 of every anchor a, and nothing else, decide.
+    for episode, pairs in ((0, kept[DROID_KEY.format(NAMES[0])]), (1, kept[DROID_KEY.format(NAMES[1])])):
+        frames = {frame for start, stop in pairs for frame in range(start, stop)}
+        anchors = [a for a in range(LENGTHS[episode]) if frames.issuperset(range(a, a + 5))]
+        written = json.loads((tmp_path / "out.json").read_text())[str(episode)]
+        assert [a for start, stop in written for a in range(start, stop)] == anchors
+        assert anchors
+
+
+def test_a_filter_that_keeps_nothing_is_told_so(named: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"keeps no anchor: of the 2 episodes it names.*none has 19 frames in a row"):
+        run(named, tmp_path, "--horizon", "18")
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_episodes_without_a_name_are_left_out(named: Path, tmp_path: Path) -> None:
+    for path in sorted(named.glob("meta/episodes/**/*.parquet")):
+        table = pq.read_table(path)
+        names = [NAMES[0] if i == 0 else None for i in table.column("episode_index").to_pylist()]
+        place = table.column_names.index("episode_id")
+        pq.write_table(table.set_column(place, "episode_id", pa.array(names, pa.string())), path)
+    assert run(named, tmp_path)["anchors"] == 16
+
+
 def test_other_names_and_columns_are_said(named: Path, tmp_path: Path) -> None:
     assert run(named, tmp_path, "--key", "{0}", kept=KEPT)["anchors"] == 20
     with pytest.raises(ValueError, match=r"names none of the 3 episodes.*'AUTOLab/success.*Say with --key"):
@@ -77,7 +104,7 @@ def test_other_names_and_columns_are_said(named: Path, tmp_path: Path) -> None:
         run(named, tmp_path, "--column", "uuid")
 
 
-@pytest.mark.parametrize("wrong", [[1], {"a": 3}, {"a": [[1, 2, 3]]}])
+@pytest.mark.parametrize("wrong", [[1], {"a": 3}, {"a": [[1, 2, 3]]}, {"a": [[9, 2]]}, {"a": [[1.5, 4]]}])
 def test_files_of_another_form_are_refused(named: Path, tmp_path: Path, wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"keep\.json: expected names, each with a list of \[start, stop\] frames"):
         run(named, tmp_path, kept=wrong)

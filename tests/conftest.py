@@ -1,5 +1,6 @@
 """Fixtures shared by all tests: the real sample datasets, a line on whether they were used, an S3 server, leftovers."""
 
+import logging
 import subprocess
 import sys
 import threading
@@ -25,6 +26,30 @@ def shared_data() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip("no shared/data folder beside the repository")
     return SHARED_DATA
+
+
+PACKAGES = {"knonik", "models", "recipes", "callbacks"}
+
+
+def _loggers() -> dict[str, tuple[int, list[Any]]]:
+    """Level and filters of every logger of this project."""
+    known = logging.Logger.manager.loggerDict.items()
+    made = {name: logger for name, logger in known if isinstance(logger, logging.Logger)}
+    return {name: (each.level, each.filters[:]) for name, each in made.items() if name.partition(".")[0] in PACKAGES}
+
+
+@pytest.fixture(autouse=True)
+def _process_as_found() -> Iterator[None]:
+    """A command sets what its process logs and how many threads PyTorch has; the tests after it are not to see that."""
+    before, torch = _loggers(), sys.modules.get("torch")
+    threads = None if torch is None else torch.get_num_threads()
+    yield
+    for name in _loggers():
+        level, filters = before.get(name, (logging.NOTSET, []))
+        logging.getLogger(name).setLevel(level)
+        logging.getLogger(name).filters[:] = filters
+    if torch is not None and torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
 
 
 class Since:

@@ -46,8 +46,14 @@ class Captions:
         ]
 
     def _paraphrases(self, text: str) -> list[str]:
+        """Those of a text that say something: drawn, a blank one would pass for a dropped caption."""
         separator = self._settings.caption_separator
-        return text.split(separator) if separator else [text]
+        if not separator:
+            return [text if text.strip() else ""]
+        pieces = f" {text} ".split(separator)  # a separator at an end lacks its outer space
+        pieces[0] = pieces[0][1:]
+        pieces[-1] = pieces[-1][:-1]
+        return [piece for piece in pieces if piece.strip()] or [""]
 
     def vocabulary(self, texts: Sequence[str], facts: ClipFacts) -> list[str]:
         """Prompts that hold every word a prompt of these texts can have; numbers are spelled in digits."""

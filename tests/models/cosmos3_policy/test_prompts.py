@@ -64,6 +64,27 @@ def test_paraphrases_and_dropout_are_drawn_by_position() -> None:
     assert [json.loads(each)["actions"][0]["description"] for each in plain] == ["one."] * 5
 
 
+@pytest.mark.parametrize("random", [True, False])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("one | ", {"one."}),
+        (" | one", {"one."}),
+        ("| one |  |", {"one."}),  # joined, then stripped
+        ("one |  | two", {"one.", "two."}),
+        ("one|two", {"one|two."}),
+        ("  ", {""}),
+        (" | ", {""}),
+    ],
+)
+def test_blank_paraphrases_are_never_drawn(text: str, expected: set[str], random: bool) -> None:
+    captions = Captions(ProcessorConfig(caption_dropout=0.0), seed=0)
+    drawn = captions.prompts([text] * 40, range(40), FACTS, None, random=random)
+    said = [json.loads(each)["actions"][0]["description"] if each else "" for each in drawn]
+    assert set(said) == (expected if random else {said[0]})
+    assert said[0] in expected
+
+
 def test_texts_without_a_separator_are_taken_whole() -> None:
     captions = Captions(ProcessorConfig(caption_separator="", caption_dropout=0.0), seed=0)
     (prompt,) = captions.prompts(["a | b"], [0], FACTS, [0], random=True)

@@ -74,11 +74,11 @@ def named_ranges(
     found: dict[int, list[tuple[int, int]]] = {}
     met = 0
     for name, episode in names.items():
-        pairs = by_name.get(key.format(name))
-        if pairs is None or episode not in length:
+        said = key.format(name)
+        if said not in by_name or episode not in length:
             continue
         met += 1
-        cut = [(start, min(stop, length[episode]) - horizon) for start, stop in merged(pairs)]
+        cut = [(start, min(stop, length[episode]) - horizon) for start, stop in merged(by_name[said])]
         if kept := [(start, stop) for start, stop in cut if start < stop]:
             found[episode] = kept
     if not met:

@@ -62,6 +62,7 @@ OPTIONS = (
     Option(name="lookahead", overrides=("lookahead=stream",)),
     Option(name="graphs head", overrides=("graphs=head",), gpu=True),
     Option(name="ema", overrides=("ema={kind: power}",)),
+    Option(name="clip in AdamW", overrides=("optimizer.fold_clip=true",), label="tolerance"),
     Option(name="bf16-mixed", overrides=("precision=bf16-mixed",), label="approximate"),
     Option(name="DDP 2", ranks=2, label="tolerance"),
     Option(name="FSDP 2", ranks=2, overrides=("parallel.shard=2",), label="tolerance"),

@@ -128,6 +128,10 @@ def _values(recipe: Recipe) -> list[str]:
         elif not 0 < multiplier < math.inf:
             problems.append(f"optimizer.lr_multipliers.{name}: {multiplier} is not positive and finite")
     problems += _schedule(recipe)
+    if recipe.optimizer.fold_clip and not recipe.optimizer.fused:
+        problems.append("optimizer.fold_clip: true, but only the fused update clips; set optimizer.fused to true")
+    if recipe.optimizer.fold_clip and recipe.run.stage == "grounding":
+        problems.append("optimizer.fold_clip: true, which the grounding stage does not read; leave it out")
     if recipe.optimizer.weight_decay < 0:
         problems.append(f"optimizer.weight_decay: {recipe.optimizer.weight_decay} is negative")
     if recipe.run.stage == "grounding" and (recipe.data.batch_size is None or recipe.data.batch_size % 2):

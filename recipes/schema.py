@@ -43,6 +43,8 @@ class OptimizerConfig:
     """Learning rate of a named part of the model, as a multiple of `lr`: of cosmos3_policy, `action_heads`."""
     fused: bool = True
     """One kernel for the whole update; false is upstream's loop over tensors, which rounds differently."""
+    fold_clip: bool = False
+    """The fused update clips the gradients as it reads them, instead of a pass over them before it."""
 
 
 @dataclass(frozen=True, kw_only=True)

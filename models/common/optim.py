@@ -34,6 +34,8 @@ class OptimizerConfig:
     """Learning rate of a part of the model as a multiple of `lr`; the model says which parts it has."""
     fused: bool = True
     """One kernel for the whole update; rounds differently from the stock loop over tensors."""
+    fold_clip: bool = False
+    """The fused update scales the gradients as it reads them, see `fold_scale`; otherwise a pass before it does."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))
@@ -45,6 +47,8 @@ class OptimizerConfig:
             )
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optimizer.betas={self.betas}: two numbers in [0, 1) are needed")
+        if self.fold_clip and not self.fused:
+            raise ValueError("optimizer.fold_clip: only the fused update scales gradients; set optimizer.fused to true")
         if self.weight_decay_on not in get_args(DecayOn):
             raise ValueError(
                 f"optimizer.weight_decay_on={self.weight_decay_on!r}: one of {', '.join(get_args(DecayOn))}"
@@ -213,6 +217,16 @@ def adamw(parameters: Any, **options: Any) -> torch.optim.AdamW:
     optimizer = torch.optim.AdamW(parameters, **options)
     optimizer._step_supports_amp_scaling = False
     return optimizer
+
+
+def fold_scale(optimizer: torch.optim.Optimizer, factor: torch.Tensor | None) -> None:
+    """Let the next fused update multiply the gradients by `factor` while it reads them; None leaves them as they are.
+
+    It saves one pass over all gradients. The kernel divides by the reciprocal, made for scalers of float16 losses: for
+    powers of two that is the same number, for others the last bit may differ.
+    """
+    inner: Any = getattr(optimizer, "optimizer", optimizer)  # of Lightning's wrapper the optimizer itself
+    inner.grad_scale = None if factor is None else factor.reciprocal()
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -106,6 +106,7 @@ class SplitAdamW(torch.optim.Optimizer):
             [state["step"] for state in states],
             foreach=False,
             fused=fused,
+            grad_scale=getattr(self, "grad_scale", None),
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],

@@ -20,6 +20,7 @@ from models.common.optim import (
     apply_settings,
     build_optimizer,
     check_parts,
+    fold_scale,
     from_options,
     rates_by_part,
     settings_of,
@@ -230,9 +231,10 @@ class TrainingModule(LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Make the gradient that of the step's mean and clip it by its norm, in one pass over all gradients.
+        """Make the gradient that of the step's mean and clip it by its norm, in one pass over all gradients or in none.
 
-        The norm before clipping is logged on steps whose metrics are written.
+        None is needed where `optimizer.fold_clip` leaves it to the update. The norm before clipping is logged on steps
+        whose metrics are written.
         """
         grads = gradients(optimizer)
         factor, limit = self._factor, gradient_clip_val or 0.0
@@ -249,7 +251,9 @@ class TrainingModule(LightningModule):
             if limit > 0:
                 clip = torch.clamp(limit / (norm + 1e-6), max=1.0)
                 factor = clip if factor is None else clip * factor
-        if factor is not None:
+        if self.optimizer_config.fold_clip:
+            fold_scale(optimizer, factor)
+        elif factor is not None:
             scale_(grads, factor)
 
     def _count_micro_batch(self) -> None:

@@ -32,7 +32,7 @@ class Module(Recorded, GR00TN17Module):
     """GR00T's, recorded."""
 
 
-def make_module(checkpointing: str = "none", compiled: bool = False, **config: Any) -> Module:
+def make_module(checkpointing: str = "none", compiled: bool = False, fold_clip: bool = False, **config: Any) -> Module:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
         "diffusion_model_cfg": {"num_layers": 2},
@@ -47,7 +47,8 @@ def make_module(checkpointing: str = "none", compiled: bool = False, **config: A
     return Module(
         network,
         seed=0,
-        optimizer={"lr": 1e-3, "eps": 1e-3},  # so large that the gradient decides the step, not its rounding
+        # eps is so large that the gradient decides the step, not its rounding
+        optimizer={"lr": 1e-3, "eps": 1e-3, "fold_clip": fold_clip},
         schedule={"max_steps": STEPS, "warmup_steps": 0},
     )
 
@@ -98,6 +99,7 @@ def on_two(folder: Path, results: dict[str, Any]) -> None:
         results[name] = train(make_module(mode, compiled), MeshStrategy(1, 2))
     results["ddp accumulated"] = train(make_module(), DDPStrategy(gradient_as_bucket_view=True), micro_batches=2)
     results["fsdp accumulated"] = train(make_module(), MeshStrategy(1, 2), micro_batches=2)
+    results["folded"] = train(make_module(fold_clip=True), MeshStrategy(1, 2))
     for name, config in (("top layer", {"tune_top_llm_layers": 1}), ("no dit", {"tune_diffusion_model": False})):
         module = make_module(**config)
         with counted(module) as seen:
@@ -115,6 +117,7 @@ def on_two(folder: Path, results: dict[str, Any]) -> None:
 def on_four(folder: Path, results: dict[str, Any]) -> None:
     for name, mode, compiled in combinations("hsdp"):
         results[name] = train(make_module(mode, compiled), MeshStrategy(2, 2))
+    results["folded"] = train(make_module(fold_clip=True), MeshStrategy(2, 2))
     results["saved"] = train(make_module(), MeshStrategy(2, 2), save=folder / "hsdp.ckpt")
     module = make_module()
     with counted(module) as seen:

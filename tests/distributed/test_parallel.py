@@ -75,6 +75,14 @@ def test_every_combination_is_the_plain_run(plain: dict[str, Any], four: dict[st
 
 
 @distributed
+def test_the_update_clips_sharded_gradients_as_a_pass_before_it_does(
+    plain: dict[str, Any], two: Any, four: Any
+) -> None:
+    for results in (two, four):
+        assert results["folded"]["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+
+
+@distributed
 def test_accumulated_steps_add_over_replicas_once(plain: dict[str, Any], four: dict[str, Any]) -> None:
     assert_same(plain, four["accumulated"], "accumulated")
     kinds = [kind for kind, phase, size, _ in four["accumulated"]["collectives"] if phase == "backward"]

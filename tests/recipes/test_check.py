@@ -126,6 +126,7 @@ def test_one_batch_key_only(dataset: Path, tmp_path: Path) -> None:
         ("model.weights=/nowhere/released", "model.weights: '/nowhere/released' does not exist"),
         ("optimizer.betas=[0.9, 1.0]", "optimizer.betas"),
         ("optimizer.weight_decay=-1.0", "optimizer.weight_decay"),
+        ("optimizer={fold_clip: true, fused: false}", "optimizer.fold_clip: true, but only the fused update clips"),
         ("model.config={max_state_dim: wide}", "model.config.max_state_dim: expected int, got str 'wide'"),
         ("model.processor.tokenizer=3", "model.processor.tokenizer: expected str, got int 3"),
         ("model.processor.color_jitter=5", "model.processor.color_jitter: expected a list, got 5"),

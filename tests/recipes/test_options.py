@@ -198,6 +198,7 @@ def test_a_kept_average_is_in_the_checkpoint(run: Any, tmp_path: Path) -> None:
 def test_options_that_round_differently_stay_close(run: Any) -> None:
     plain = run("plain")
     assert run("loop", "optimizer.fused=false")["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+    assert run("folded", "optimizer.fold_clip=true")["losses"] == pytest.approx(plain["losses"], rel=1e-5)
     assert run("autocast", "precision=bf16-mixed")["losses"] == pytest.approx(plain["losses"], rel=2e-2)
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from models.common.optim import (
     OptimizerConfig,
@@ -12,6 +12,7 @@ from models.common.optim import (
     apply_settings,
     build_optimizer,
     decay_groups,
+    fold_scale,
     from_options,
     rates_by_part,
     settings_of,
@@ -109,6 +110,47 @@ def test_a_step_at_rate_zero_changes_nothing() -> None:
         if expected == 0:
             assert torch.equal(layer.weight, before)
     assert not torch.equal(layer.weight, before)
+
+
+def steps_with(factor: float, *, fold: bool, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """The float32 weights after three updates with gradients times `factor`, and the gradient that was left."""
+    generator = torch.Generator().manual_seed(0)
+    layer = nn.Linear(64, 32, bias=False).to(dtype)
+    layer.weight.data = torch.randn(32, 64, generator=generator).to(dtype)
+    optimizer = build_optimizer(layer, OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, fold_clip=fold))
+    for _ in range(3):
+        layer.weight.grad = torch.randn(32, 64, generator=generator).to(dtype)
+        if fold:
+            fold_scale(optimizer, torch.tensor(factor))
+        else:
+            layer.weight.grad *= factor
+        optimizer.step()
+    assert layer.weight.grad is not None
+    master = getattr(optimizer, "master", lambda parameter: parameter.detach())
+    return master(layer.weight), layer.weight.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_update_scales_the_gradients_itself(dtype: torch.dtype) -> None:
+    def weights(factor: float, *, fold: bool) -> Tensor:
+        return steps_with(factor, fold=fold, dtype=dtype)[0]
+
+    assert torch.equal(weights(0.25, fold=True), weights(0.25, fold=False)), "powers of two are exact"
+    torch.testing.assert_close(
+        weights(0.3, fold=True), weights(0.3, fold=False), rtol=0, atol=3e-7 if dtype == torch.float32 else 2e-4
+    )
+    assert not torch.allclose(weights(1.0, fold=True), weights(0.3, fold=True), atol=1e-3)
+
+
+def test_a_scale_is_for_one_step() -> None:
+    layer = nn.Linear(2, 2, bias=False)
+    optimizer = build_optimizer(layer, OptimizerConfig(fold_clip=True))
+    fold_scale(optimizer, torch.tensor(0.5))
+    assert float(optimizer.grad_scale) == 2.0
+    fold_scale(optimizer, None)
+    assert optimizer.grad_scale is None
+    with pytest.raises(ValueError, match=r"fold_clip.*fused to true"):
+        OptimizerConfig(fold_clip=True, fused=False)
 
 
 def test_a_restored_optimizer_follows_the_new_settings() -> None:

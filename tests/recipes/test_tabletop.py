@@ -192,7 +192,7 @@ def test_dataset_is_a_function_of_the_seed_and_reads_back(tmp_path: Path) -> Non
         np.testing.assert_array_equal(
             episodes[first].columns["observation.state"][0], episodes[first + 1].columns["observation.state"][0]
         )
-    dataset = knonik.open(str(tmp_path / "a"))
+    dataset = knonik.open(str(tmp_path / "a"), cache_dir=tmp_path / "cache")
     assert len(dataset.episodes) == 6
     assert dataset.fps == 5
     assert sorted(dataset.cameras) == sorted(CAMERAS)

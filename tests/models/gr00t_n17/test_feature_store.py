@@ -135,7 +135,7 @@ def test_a_killed_process_leaves_no_wrong_value(tmp_path: Path) -> None:
             os.kill(process.pid, signal.SIGKILL)
         cache = FeatureCache(tmp_path, 10**9, "a")
         assert len(cache) > confirmed
-        assert sum(check(cache, n, rows=300, width=256) for n in range(confirmed + 50)) == len(cache)
+        assert sum(check(cache, n, rows=300, width=256) for n in range(len(cache) + 50)) == len(cache)
         cache.close()
 
 

@@ -9,9 +9,11 @@ import torch
 from knonik.batches.batch import Batch
 from knonik.batches.costs import Tokens
 from knonik.batches.finish import Transform
+from knonik.batches.hold import HOLD_BYTES
 from knonik.batches.parts import FramePrefix
 from knonik.dataset import Dataset
 from knonik.loader import Loader, default_threads
+from knonik.order.blocks import BLOCK_WINDOW, LANES
 from knonik.order.mixture import Mixture
 from knonik.order.plan import Offsets
 
@@ -52,15 +54,15 @@ class DataModule(pl.LightningDataModule):
         pack_tokens: int | None = None,
         pack_cost: Tokens | None = None,
         order: str = "exact",
-        block_window: int = 1024,
-        lanes: int = 8,
+        block_window: int = BLOCK_WINDOW,
+        lanes: int = LANES,
         transport: str = "rgb24",
         ram_bytes: int = 1 << 30,
         disk_bytes: int | None = None,
         connections: int = 32,
         prefix: FramePrefix | None = None,
         decoded_bytes: int = 0,
-        hold_bytes: int = 8 << 30,
+        hold_bytes: int = HOLD_BYTES,
         on_bad_sample: str = "raise",
         max_bad_share: float = 0.01,
         transform: Transform | None = None,

@@ -20,13 +20,14 @@ from knonik.batches.buffers import BufferPool
 from knonik.batches.costs import SampleCosts, Tokens
 from knonik.batches.finish import Finish, Transform
 from knonik.batches.gather import Gather
-from knonik.batches.hold import Hold
+from knonik.batches.hold import HOLD_BYTES, Hold
 from knonik.batches.parts import Cameras, FramePrefix, OpenPart, check_decoded, open_parts, picture_specs
 from knonik.batches.pictures import Pictures
 from knonik.batches.pipeline import LoaderError, Pipeline
 from knonik.batches.ring import ring_size
 from knonik.batches.stages import Stage
 from knonik.dataset import Dataset
+from knonik.order.blocks import BLOCK_WINDOW, LANES
 from knonik.order.mixture import Mixture, Part
 from knonik.order.packs import PackPlanner, Packs
 from knonik.order.plan import Offsets, Planner
@@ -109,15 +110,15 @@ class Loader:
         shuffle: bool = True,
         pin_memory: bool = False,
         order: str = "exact",
-        block_window: int = 1024,
-        lanes: int = 8,
+        block_window: int = BLOCK_WINDOW,
+        lanes: int = LANES,
         transport: str = "rgb24",
         ram_bytes: int = 1 << 30,
         disk_bytes: int | None = None,
         connections: int = 32,
         prefix: FramePrefix | None = None,
         decoded_bytes: int = 0,
-        hold_bytes: int = 8 << 30,
+        hold_bytes: int = HOLD_BYTES,
         on_bad_sample: str = "raise",
         max_bad_share: float = 0.01,
     ) -> None:

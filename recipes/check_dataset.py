@@ -72,28 +72,50 @@ def _cameras(recipe: Recipe, number: int, part: PartConfig, dataset: Any) -> lis
 
 
 def _ring(recipe: Recipe, part: PartConfig, dataset: Any, ranks: int) -> list[str]:
-    """A batch, or the most a pack may hold, of which the loader cannot keep one ready while it makes the next."""
+    """A batch, or the most a pack may hold, of which the loader cannot keep one ready while it makes the next; a block
+    window whose pictures it cannot hold until their turn."""
     from knonik.batches.ring import ring_size
 
     cameras = dataset.cameras if part.cameras is None else part.cameras.values()
     values = 3.0 if recipe.data.transport == "rgb24" else 1.5  # of a pixel
     frame_bytes = sum(int(values * math.prod(dataset.image_shape(camera))) for camera in cameras)
-    size = recipe.data.batch_size or (recipe.data.global_batch_size or 0) // max(1, ranks)
+    sample_bytes = frame_bytes * family(recipe).clip_frames(recipe)
+    size = max(1, recipe.data.batch_size or (recipe.data.global_batch_size or 0) // max(1, ranks))
     try:
         limit = None if recipe.data.ring_bytes is None else parsed_size(recipe.data.ring_bytes)
     except ValueError as error:
         return [f"data.ring_bytes: {error}"]
     try:
         ring_size(
-            max(1, size),
-            frame_bytes * family(recipe).clip_frames(recipe),
+            size,
+            sample_bytes,
             ring_batches=recipe.data.ring_batches,
             ring_bytes=limit,
             local_ranks=ranks_per_node(),
         )
     except ValueError as error:
         return [f"data.batch_size: {error}".replace("batch_size: batch_size=", "batch_size: ")]
-    return []
+    return _hold(recipe, size, sample_bytes, ranks)
+
+
+def _hold(recipe: Recipe, batch_size: int, sample_bytes: int, ranks: int) -> list[str]:
+    """What the order `blocks` keeps at least; how much exactly, the loader knows from the places of all key frames."""
+    from knonik.batches.hold import HOLD_BYTES
+    from knonik.order.blocks import BLOCK_WINDOW, LANES
+
+    data = recipe.data
+    if data.order != "blocks" or data.mixture is not None or data.cache.decoded:
+        return []
+    window = data.block_window or BLOCK_WINDOW
+    room = HOLD_BYTES // sample_bytes - 2 * batch_size
+    if (window - LANES) // max(1, ranks) <= room:
+        return []
+    fitting = room * ranks + LANES
+    change = f"give a block_window well below {fitting}, or order=exact" if fitting > 2 * LANES else "give order=exact"
+    return [
+        f"data.block_window: the pictures of {window} samples of {sample_bytes} bytes, {max(1, ranks)} ranks together, "
+        f"wait for their turn; a rank holds {HOLD_BYTES} bytes of them and of two batches: {change}"
+    ]
 
 
 def _disk(recipe: Recipe, is_local: bool) -> list[str]:

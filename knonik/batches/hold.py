@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 Key = tuple[int, str, str, int]  # part, camera, object, group
 Decode = Callable[[Sequence[int], Sequence[NDArray[Any]]], None]
+HOLD_BYTES = 8 << 30  # bound of a loader that is not told another
 
 
 class _Group:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from knonik.dataset import Dataset
 
 Int64Array = NDArray[np.int64]
+BLOCK_WINDOW, LANES = 1024, 8  # of a loader that is not told others
 _ROWS = 1 << 16  # anchors looked up in the index at once: bounds memory on sets of many millions
 _WINDOWS_KEPT = 256
 

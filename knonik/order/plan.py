@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from knonik.dataset import Dataset
 from knonik.order.anchors import mix64
+from knonik.order.blocks import BLOCK_WINDOW, LANES
 from knonik.order.endless import ORDERS, EndlessOrder
 from knonik.order.mixing import measure_mixing
 from knonik.order.mixture import Mixture, Part, Slots, slot_counts
@@ -106,8 +107,8 @@ class Planner:
         world_size: int,
         shuffle: bool,
         order: str = "exact",
-        block_window: int = 1024,
-        lanes: int = 8,
+        block_window: int = BLOCK_WINDOW,
+        lanes: int = LANES,
     ) -> None:
         for name, text, allowed in (("edge", edge, EDGES), ("order", order, ORDERS)):
             if text not in allowed:

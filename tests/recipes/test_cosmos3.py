@@ -108,6 +108,16 @@ def test_one_wrong_key_of_a_model_leaves_it_that_model(world: Path, tmp_path: Pa
     assert line.startswith("model.vea: unknown key")
 
 
+@pytest.mark.parametrize(
+    "given", ["checkpointing=full", "compile=blocks", "model=tiny", "model.name=x", "model.processor=5"]
+)
+def test_a_section_that_is_none_is_told_once_and_nothing_that_follows_from_it(
+    world: Path, tmp_path: Path, given: str
+) -> None:
+    (line,) = problems(world, tmp_path, given)
+    assert line.startswith(given.split("=")[0] + ": ")
+
+
 def test_the_smoke_recipe_and_each_rung_of_the_ladder_pass(world: Path, tmp_path: Path) -> None:
     for more in ((), *((f"+ladder={rung}",) for rung in range(6))):
         assert problems(world, tmp_path, *more) == []
@@ -125,6 +135,34 @@ def test_more_samples_than_the_prefetch_holds_are_refused_with_the_numbers(world
     assert "data.batch_size: 64 outruns the prefetch" in line
     half = ("data.transport=yuv420p", "data.batch_size=15")
     assert problems(world, tmp_path, "data.ring_bytes=5MB", *half) == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_block_window_that_cannot_be_held_is_refused_before_the_start(
+    world: Path, tmp_path: Path, ranks: int
+) -> None:
+    """8 GiB are 25,890 samples of 331,776 bytes, of which two batches take 16."""
+    import knonik
+
+    fits = 25_874 * ranks + 8
+    for window, refused in ((fits, False), (fits + 2 * ranks, True)):
+        found = problems(world, tmp_path, "data.order=blocks", f"data.block_window={window}", ranks=ranks)
+        assert bool(found) == refused
+        if refused:
+            assert found[0].startswith(f"data.block_window: the pictures of {window} samples of 331776 bytes")
+            assert f"give a block_window well below {fits}, or order=exact" in found[0]
+    # Nothing is refused that the loader would take.
+    cameras = [f"observation.images.{name}" for name in ("wrist", "top", "side")]
+    with knonik.open(world / "data", cache_dir=tmp_path) as dataset, pytest.raises(ValueError, match="hold_bytes"):
+        knonik.Loader(
+            dataset,
+            batch_size=8,
+            windows=dict.fromkeys(cameras, range(9)),
+            cameras=cameras,
+            order="blocks",
+            block_window=window,
+            world_size=ranks,
+        )
 
 
 def test_the_rungs_differ_in_what_they_name() -> None:

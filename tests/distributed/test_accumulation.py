@@ -158,7 +158,7 @@ def test_two_ranks_with_two_micro_batches_are_one_batch_four_times_as_large(tmp_
             __file__, str(tmp_path),
         ],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True, text=True, timeout=240,
+        capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert launched.returncode == 0, launched.stderr[-4000:]
     for kind in ("padded", "mixed"):

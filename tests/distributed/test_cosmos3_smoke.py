@@ -47,7 +47,7 @@ def run(where: Path, name: str, *more: str, ranks: int = 1) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-4000:]
 

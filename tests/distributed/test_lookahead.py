@@ -18,7 +18,7 @@ from recipes.run_folder import RunFolder
 from recipes.stages import make_dataset
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS, EVERY, BATCH, TIMEOUT_S = 12, 3, 8, 240
+STEPS, EVERY, BATCH, TIMEOUT_S = 12, 3, 8, 900
 
 pytestmark = pytest.mark.distributed
 

@@ -24,7 +24,7 @@ from recipes.stages import make_dataset
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, EVERY = 24, 6
 LR = 1e-4
-TIMEOUT_S = 240
+TIMEOUT_S = 900
 METRICS = (ROOT / "docs" / "metrics.md").read_text()
 DOCUMENTED = {"epoch", "step", *re.findall(r"`(\w+/\w+)`", METRICS)}
 
@@ -207,7 +207,8 @@ def test_a_finished_run_is_reused(world: Path, uninterrupted: Path) -> None:
 def test_ranks_do_not_start_before_their_data_exists(world: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         command(world, "early", f"data.uri={tmp_path / 'none'}"),
-        cwd=ROOT, env={**environment(), "WORLD_SIZE": "2", "RANK": "0"}, capture_output=True, text=True, timeout=60,
+        cwd=ROOT, env={**environment(), "WORLD_SIZE": "2", "RANK": "0"}, capture_output=True, text=True,
+        timeout=TIMEOUT_S,
     )  # fmt: skip
     assert done.returncode == 2
     assert "start once without torchrun first" in done.stderr

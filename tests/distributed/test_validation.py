@@ -285,7 +285,7 @@ def test_two_ranks_measure_what_one_process_measures(tmp_path: Path) -> None:
     launched = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, tmp_path],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True, text=True, timeout=240,
+        capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert launched.returncode == 0, launched.stderr[-4000:]
     expected = validation(3).measure(make_module().network)

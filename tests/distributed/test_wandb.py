@@ -17,7 +17,7 @@ from recipes.stages import make_dataset
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS, STEPS = 4, 4
-TIMEOUT_S = 400
+TIMEOUT_S = 900
 ROWS = [line for line in (ROOT / "docs" / "metrics.md").read_text().splitlines() if line.startswith("| `")]
 METRICS = {name for row in ROWS for name in re.findall(r"`(\w+/\w+)`", row.split(" | ")[0])}
 GAUGES = {name for name in METRICS if name.startswith("loader/")}

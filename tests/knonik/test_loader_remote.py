@@ -112,5 +112,5 @@ def test_a_loader_closed_by_its_own_transform_ends(remote: Remote) -> None:
         next(loader), next(loader)
     for thread in threading.enumerate():
         if thread.name.startswith("knonik"):
-            thread.join(timeout=30)
+            thread.join(timeout=60)
             assert not thread.is_alive(), thread.name

@@ -151,7 +151,7 @@ def test_shards_of_two_ranks_are_joined_in_one_process(checkpoint: Path, arm_dat
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", tmp_path / "write.py",
          tmp_path / "state.pt", tmp_path / "config.json", sharded],
-        cwd=ROOT, capture_output=True, text=True, timeout=240,
+        cwd=ROOT, capture_output=True, text=True, timeout=900,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

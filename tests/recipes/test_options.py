@@ -212,7 +212,7 @@ def test_two_ranks_share_one_copy(run: Any, arm_dataset: Path, tmp_path: Path, h
     subprocess.run(
         [*command, "train", "gr00t_n17/finetune", *values(arm_dataset, folder, *given)],
         env=environment,
-        timeout=240,
+        timeout=900,
         check=True,
         capture_output=True,
     )

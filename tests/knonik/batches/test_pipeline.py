@@ -143,7 +143,7 @@ def test_closing_lets_go_of_files_behind_the_last_thread_and_waits_for_no_clock(
     pictures.begun.wait()
     closing = threading.Thread(target=pipeline.close, daemon=True)
     closing.start()
-    closing.join(timeout=30)
+    closing.join(timeout=60)
     assert not closing.is_alive()
     # Closed while a thread still writes, a descriptor may by then be another file's.
     assert pictures.writing_at_close == 0

@@ -167,7 +167,7 @@ def test_what_is_ahead_is_fetched_without_being_asked_for(remote: Make) -> None:
     source = PooledSource(dataset, ram_bytes=1 << 24, connections=2, merge_gap_bytes=0)
     assert all(source.announce(number, units_of(plan)) for number, plan in enumerate(plans))
     for _ in range(predict(dataset, plans, ram_bytes=1 << 24, merge_gap_bytes=0).gets):
-        assert dataset.store.begun.acquire(timeout=30)
+        assert dataset.store.begun.acquire(timeout=60)
     source.close()
 
 
@@ -222,12 +222,12 @@ def test_close_ends_waits_and_threads_while_reads_are_under_way(remote: Make, si
     last = plans[-1].jobs[-1]
     with ThreadPoolExecutor(2) as pool:
         waiting = pool.submit(source.packets, last.key, max(last.numbers))
-        assert dataset.store.begun.acquire(timeout=30)
+        assert dataset.store.begun.acquire(timeout=60)
         closing = pool.submit(source.close)
         with pytest.raises(StoreError, match="closed"):
-            waiting.result(timeout=30)
+            waiting.result(timeout=60)
         dataset.store.gate.set()
-        closing.result(timeout=30)
+        closing.result(timeout=60)
     assert len(dataset.store.ranges) <= 4
     assert watch.threads("knonik-fetch") == []
     with pytest.raises(StoreError, match="closed"):

@@ -46,7 +46,7 @@ class Filling:
         self.fill = Fill(store, self.residency, lock=cache.folder / "fill.lock", threads=threads, on_end=self.ended.set)
 
     def wait(self) -> None:
-        assert self.ended.wait(30)
+        assert self.ended.wait(60)
         self.fill.close()
 
 
@@ -68,7 +68,7 @@ def test_every_byte_arrives_once_and_a_later_run_finds_it(store: Any, cache: Dis
 def test_what_is_needed_comes_first(store: Any, cache: DiskCache) -> None:
     store.gate.clear()
     filling = Filling(store, cache)
-    assert store.begun.acquire(timeout=30)  # the first extent is under way
+    assert store.begun.acquire(timeout=60)  # the first extent is under way
     filling.fill.want("b", 0, 10)
     filling.fill.want("a", 2900, 200)  # straddles two extents
     store.gate.set()
@@ -110,7 +110,7 @@ def test_it_stops_at_the_bound(store: Any, tmp_path: Path) -> None:
 def test_one_fills_and_the_others_use_what_it_brings(store: Any, cache: DiskCache) -> None:
     store.gate.clear()
     first = Filling(store, cache)
-    assert store.begun.acquire(timeout=30)
+    assert store.begun.acquire(timeout=60)
     second = Filling(store, cache)
     store.gate.set()
     first.wait()
@@ -122,13 +122,13 @@ def test_one_fills_and_the_others_use_what_it_brings(store: Any, cache: DiskCach
 def test_another_goes_on_where_one_has_ended(store: Any, cache: DiskCache) -> None:
     store.gate.clear()
     first = Filling(store, cache)
-    assert store.begun.acquire(timeout=30)
+    assert store.begun.acquire(timeout=60)
     second = Filling(store, cache)
     closing = threading.Thread(target=first.fill.close)
     closing.start()
-    assert first.fill._closing.wait(30)
+    assert first.fill._closing.wait(60)
     store.gate.set()
-    closing.join(30)
+    closing.join(60)
     second.wait()
     assert len(store.ranges) == NUM_EXTENTS
     assert second.residency.complete()
@@ -201,7 +201,7 @@ def test_only_one_reads_on_while_batches_need_the_connections(store: Any, cache:
     store.gate.clear()
     filling = Filling(store, cache, threads=3)
     for _ in range(3):
-        assert store.begun.acquire(timeout=30)
+        assert store.begun.acquire(timeout=60)
     filling.fill.hold_back(True)
     store.gate.set()
     filling.wait()
@@ -215,14 +215,14 @@ def test_closing_ends_the_threads_also_those_held_back(store: Any, cache: DiskCa
     store.gate.clear()
     filling = Filling(store, cache, threads=3)
     for _ in range(3):
-        assert store.begun.acquire(timeout=30)
+        assert store.begun.acquire(timeout=60)
     filling.fill.hold_back(True)
     closing = threading.Thread(target=filling.fill.close)
     closing.start()
-    assert filling.fill._closing.wait(30)
+    assert filling.fill._closing.wait(60)
     filling.fill.hold_back(True)
     store.gate.set()
-    closing.join(30)
+    closing.join(60)
     assert not closing.is_alive()
     assert len(store.ranges) == 3
     assert watch.threads("knonik-fill") == []
@@ -269,7 +269,7 @@ def test_after_the_fill_there_are_no_gets(remote: Dataset, tmp_path: Path, ram_b
     source = PooledSource(remote, ram_bytes=ram_bytes, disk=disk_of(remote, tmp_path), connections=4)
     number = pass_over(remote, source, 0)
     assert source._fill is not None
-    source._fill._leader.join(30)
+    source._fill._leader.join(60)
     filled = len(remote.store.ranges)
     number = pass_over(remote, source, number)
     pass_over(remote, source, number)
@@ -288,7 +288,7 @@ def test_ranks_share_the_fill(remote: Dataset, tmp_path: Path) -> None:
     ranks = [PooledSource(remote, ram_bytes=0, disk=disk_of(remote, tmp_path), connections=2) for _ in range(2)]
     for rank in ranks:
         assert rank._fill is not None
-        rank._fill._leader.join(30)
+        rank._fill._leader.join(60)
     extents = sum(-(-remote.objects[key].size // EXTENT) for key in {key for key, _, _ in remote.store.ranges})
     assert len(remote.store.ranges) == extents
     for rank in ranks:
@@ -302,7 +302,7 @@ def test_a_disk_too_small_for_all_helps_as_far_as_it_goes(remote: Dataset, tmp_p
     source = PooledSource(remote, ram_bytes=0, disk=disk_of(remote, tmp_path, limit), connections=4)
     number = pass_over(remote, source, 0)
     assert source._fill is not None
-    source._fill._leader.join(30)
+    source._fill._leader.join(60)
     before = source.gauges()
     pass_over(remote, source, number)
     after = source.gauges()
@@ -316,7 +316,7 @@ def test_a_disk_too_small_for_all_helps_as_far_as_it_goes(remote: Dataset, tmp_p
 def test_an_emptied_cache_costs_gets_and_nothing_else(remote: Dataset, tmp_path: Path) -> None:
     source = PooledSource(remote, ram_bytes=1 << 20, disk=disk_of(remote, tmp_path), connections=4)
     assert source._fill is not None
-    source._fill._leader.join(30)
+    source._fill._leader.join(60)
     number = pass_over(remote, source, 0)
     filled = len(remote.store.ranges)
     for path in (tmp_path / "packets").rglob("*"):
@@ -331,6 +331,6 @@ def test_only_cameras_in_use_are_filled_in(remote: Dataset, tmp_path: Path) -> N
     camera = remote.cameras[0]
     source = PooledSource(remote, ram_bytes=0, disk=disk_of(remote, tmp_path), cameras=[camera])
     assert source._fill is not None
-    source._fill._leader.join(30)
+    source._fill._leader.join(60)
     source.close()
     assert {key for key, _, _ in remote.store.ranges} == set(remote.episodes.cameras[camera].keys)

@@ -147,7 +147,7 @@ def test_two_processes_at_once(root: Path, tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", code, str(root), str(tmp_path / "cache")]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) for _ in range(2)]
-    answers = [process.communicate(timeout=120)[0] for process in running]
+    answers = [process.communicate(timeout=900)[0] for process in running]
     assert [process.returncode for process in running] == [0, 0]
     assert answers[0] == answers[1]
     assert "True" in answers[0]

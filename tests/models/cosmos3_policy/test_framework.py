@@ -129,7 +129,7 @@ def test_shards_of_two_ranks_are_joined_and_cut_for_two_others(tmp_path: Path) -
     command += [sys.executable, "-c", _SHARDED, str(tmp_path / "state.pt"), str(tmp_path / "run" / "model")]
     command += [str(tmp_path / "whole.pt")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, timeout=240, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment, timeout=900, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(list((tmp_path / "run" / "model").glob("*.distcp"))) == 2
     network = build()

@@ -80,7 +80,7 @@ class Loader:
             served; all pictures of the rows in use must fit. 0 = none are kept.
         hold_bytes: bound of the pictures held in memory for batches to come, for orders that spread a GOP over several.
         on_bad_sample: `raise`, or `skip`: the nearest good sample of the batch takes the place of one that cannot be
-            made; `bad_samples` lists them.
+            made, a pack goes without it; `bad_samples` lists them.
         max_bad_share: share of an epoch's samples that may be bad before `skip` raises.
 
     Attributes:
@@ -181,7 +181,12 @@ class Loader:
             "disk_bytes": disk_bytes,
             "connections": connections,
         }
-        self._bad_samples = BadSamples(on_bad_sample, max_share=max_bad_share, num_anchors=self._planner.num_anchors)
+        self._bad_samples = BadSamples(
+            on_bad_sample,
+            max_share=max_bad_share,
+            num_anchors=self._planner.num_anchors,
+            packs=pack_tokens is not None,
+        )
         self._transform, self._pin_memory = transform, pin_memory
         # torchrun tells how many ranks share this machine; without it all of them may.
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))

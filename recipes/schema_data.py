@@ -108,7 +108,8 @@ class DataConfig:
     """`columns` reads the columns that are used into shared mappings. `rows` reads all of them as Python objects before
     it, and keeps them, as stock loaders do: to measure what that costs, for a dataset on this machine."""
     on_bad_sample: Literal["raise", "skip"] = "raise"
-    """A sample that cannot be read stops the run, or is replaced by its neighbour, counted and listed."""
+    """A sample that cannot be read stops the run, or is replaced by its neighbour (left out of a pack), counted and
+    listed."""
     max_bad_share: float | None = None
     """Share of an epoch that `on_bad_sample: skip` may replace before the run stops; null means 0.01."""
     decode_threads: int | None = None

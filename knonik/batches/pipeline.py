@@ -292,8 +292,11 @@ class Pipeline:
         with self._stages["assemble"].measure("busy", items=1):
             for camera, places in work.plan.blank.items():
                 work.flat[camera][places] = 0
-            plan = self._bad_samples.replaced(work.plan, work.flat, work.bad) if work.bad else work.plan
-            batch = self._finish(plan, work.images)
+            plan, images = work.plan, work.images
+            if work.bad:
+                plan = self._bad_samples.settled(plan, work.flat, work.bad)
+                images = {camera: image[: len(plan.positions)] for camera, image in images.items()}
+            batch = self._finish(plan, images)
         with self._stages["transform"].measure("busy", items=1):
             batch = self._transform(batch)
         self._handoff.put(batch)

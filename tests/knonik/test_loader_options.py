@@ -160,6 +160,38 @@ def test_bad_samples_are_replaced_counted_and_listed(
         assert batch.action["action"][:, 0, 0].tolist() == (1000 * batch.episode + batch.frame).tolist()
 
 
+def test_packs_go_without_bad_samples(damaged: tuple[knonik.Dataset, set[tuple[int, int]]]) -> None:
+    """A neighbour in the place of a short one would not fit into the budget."""
+    dataset, broken = damaged
+
+    def tokens(batch: knonik.Batch) -> list[int]:
+        bad = (batch.episode == 1) & (batch.frame >= 4) & (batch.frame < 8)
+        return (10 - 9 * bad.to(int)).tolist()
+
+    options: dict[str, Any] = {"pack_tokens": 31, "pack_cost": tokens, "windows": {CAMERAS[1]: range(2)}}
+    with Loader(dataset, batch_size=6, seed=1, on_bad_sample="skip", max_bad_share=0.2, **options) as loader:
+        batches = []
+        while not batches or batches[-1].end < 48:
+            batches.append(next(loader))
+        assert loader.gauges()["bad_samples_replaced"] >= 8
+    assert max(sum(tokens(batch)) for batch in batches) <= 31
+    kept = [
+        (p, e, f)
+        for b in batches
+        for p, e, f in zip(b.position.tolist(), b.episode.tolist(), b.frame.tolist(), strict=True)
+    ]
+    assert {(e, f) for _, e, f in kept} == {(e, f) for e in (0, 1) for f in range(12)} - broken
+    whole = take(Loader(dataset, batch_size=1, seed=1, cameras=[]), batches[-1].end)
+    places = [(b.begin, b.episode.item(), b.frame.item()) for b in whole]
+    assert kept == [place for place in places if place[1:] not in broken]
+    for batch in batches:
+        assert len(batch.images[CAMERAS[1]]) == len(batch) == len(batch.action["action"])
+        for i, (episode, frame) in enumerate(zip(batch.episode.tolist(), batch.frame.tolist(), strict=True)):
+            for camera, step in ((CAMERAS[0], 0), (CAMERAS[1], 0), (CAMERAS[1], 1)):
+                stock = dataset.frame(episode=episode, camera=camera, frame=min(frame + step, 11))
+                np.testing.assert_array_equal(batch.images[camera][i, step].numpy(), stock)
+
+
 def test_too_many_bad_samples_are_raised(damaged: tuple[knonik.Dataset, set[tuple[int, int]]]) -> None:
     dataset, _ = damaged
     loader = Loader(dataset, batch_size=6, on_bad_sample="skip", max_bad_share=0.1)

@@ -59,6 +59,11 @@ def check(recipe: Recipe, *, world_size: int, told: list[str] | None = None) -> 
         world_size: ranks the run will have.
         told: problems already reported; a key named there is not reported again.
     """
+    reported = {line.split(":", 1)[0] for line in told or []}
+    if reported & {"model", "model.name"}:
+        # Of a model that nobody knows: what any would say of the other sections would be a guess.
+        found = [*_batch(recipe, world_size), *_run_folder(recipe), *validation_problems(recipe)]
+        return [line for line in found if not _told(line, reported)]
     own = family(recipe)
     problems = [*_values(recipe), *_batch(recipe, world_size), *own.model_problems(recipe), *_run_folder(recipe)]
     problems += own.data_problems(recipe, world_size)
@@ -66,10 +71,15 @@ def check(recipe: Recipe, *, world_size: int, told: list[str] | None = None) -> 
     problems += data_problems(recipe)
     problems += validation_problems(recipe)
     problems += dataset_problems(recipe, world_size)
-    reported = {line.split(":", 1)[0] for line in told or []}
     if any(key.startswith("data.mixture[") for key in reported):
         reported.add("data.uri")  # a part that could not be read left no mixture at all
-    return [line for line in problems if line.split(":", 1)[0] not in reported]
+    return [line for line in problems if not _told(line, reported)]
+
+
+def _told(line: str, reported: set[str]) -> bool:
+    """Whether the key of a problem, or a section it lies in, has been reported: what stands there is a stand-in."""
+    key = line.split(":", 1)[0]
+    return any(key == other or key.startswith((f"{other}.", f"{other}[")) for other in reported)
 
 
 def _values(recipe: Recipe) -> list[str]:

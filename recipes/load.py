@@ -85,20 +85,26 @@ def from_dict(values: dict[str, Any]) -> Recipe:
 def merged(name: str, overrides: list[str], problems: list[str]) -> dict[str, Any]:
     """Plain nested dictionary of a recipe after bases, overrides and interpolation, not yet checked for types.
 
-    Values marked `???` that nobody gave are put into `problems` and stand as null or an empty string.
+    What of the overrides cannot be used is put into `problems` and left out. So are values marked `???` that nobody
+    gave; they stand as null or an empty string.
     """
     tree: Any = OmegaConf.create()
-    chosen = [item[1:].partition("=") for item in overrides if item.startswith("+")]
-    files = [find(name), *(_choice(group, value) for group, _, value in chosen)]
-    given = _given([item for item in overrides if not item.startswith("+")])
+    files = [(find(name), ""), *_choices([item for item in overrides if item.startswith("+")], problems)]
+    items = _given([item for item in overrides if not item.startswith("+")], problems)
     try:
-        for file in files:
+        for file, choice in files:
             fragment: Any = _with_bases(file, ())
-            whens = fragment.pop("when", {})
-            tree = _under(OmegaConf.merge(tree, fragment), whens, given, problems)
-        tree = OmegaConf.merge(tree, given)
+            whens, only = fragment.pop("when", {}), fragment.pop("only", "") if choice else ""
+            if only and (other := _other(only, OmegaConf.merge(tree, *items))):
+                problems.append(f"{choice}: is for {only}, and {other}; leave it out")
+                continue
+            tree = OmegaConf.merge(tree, fragment)
+            items = _fitting(tree, items, problems)
+            tree = _under(tree, whens, OmegaConf.merge(OmegaConf.create(), *items), problems)
+        tree = OmegaConf.merge(tree, *items)
+        told = {line.split(":", 1)[0] for line in problems}
         for key in sorted(OmegaConf.missing_keys(tree)):
-            problems.append(f"{key}: required, give it as {key}=...")
+            problems += [] if key in told else [f"{key}: required, give it as {key}=..."]
             OmegaConf.update(tree, key, None if optional(Recipe, key) else "")
         values = OmegaConf.to_container(tree, resolve=True)
     except (OmegaConfBaseException, TypeError) as error:  # TypeError: a list where a section stands, or the reverse
@@ -118,37 +124,59 @@ def _under(tree: Any, whens: Any, given: Any, problems: list[str]) -> Any:
     return tree
 
 
-def _choice(group: str, value: str) -> Path:
-    """File of `+GROUP=VALUE`: keys that are set together, over the recipe's and under the user's own.
+def _other(only: str, tree: Any) -> str:
+    """Empty where the tree has the `key=value` that a fragment is for; else what it has."""
+    key, _, value = only.partition("=")
+    found = str(OmegaConf.select(tree, key))
+    return "" if found == value else f"{key} of this recipe is {found}"
 
-    Raises:
-        RecipeError: there is no such group or value.
-    """
+
+def _choices(chosen: list[str], problems: list[str]) -> list[tuple[Path, str]]:
+    """Files of `+GROUP=VALUE`, keys that are set together, over the recipe's and under the user's own."""
     groups = sorted(folder.name for folder in (RECIPES / "base").iterdir() if folder.is_dir())
-    if group not in groups:
-        raise RecipeError([f"+{group}: no group of choices{nearest(group, groups)}"])
-    values = sorted(file.stem for file in (RECIPES / "base" / group).glob("*.yaml"))
-    if value not in values:
-        raise RecipeError([f"+{group}: {value!r} is not one of {', '.join(values)}"])
-    return RECIPES / "base" / group / f"{value}.yaml"
+    files = []
+    for choice in chosen:
+        group, _, value = choice[1:].partition("=")
+        values = sorted(file.stem for file in (RECIPES / "base" / group).glob("*.yaml")) if group in groups else []
+        if group not in groups:
+            problems.append(f"+{group}: no group of choices{nearest(group, groups)}")
+        elif value not in values:
+            problems.append(f"+{group}: {value!r} is not one of {', '.join(values)}")
+        else:
+            files.append((RECIPES / "base" / group / f"{value}.yaml", choice))
+    return files
 
 
-def _given(overrides: list[str]) -> Any:
-    """The `key=value` strings as one tree, later ones over earlier ones."""
-    given: Any = OmegaConf.create()
-    problems = []
+def _given(overrides: list[str], problems: list[str]) -> list[Any]:
+    """Each readable `key=value` string as a tree of its own."""
+    given = []
     for item in overrides:
-        if "=" not in item or item.startswith("="):
-            problems.append(f"override {item!r} is not of the form key=value")
+        key, equals, value = item.partition("=")
+        if not equals or not all(key.split(".")):
+            problems.append(f"override {item!r} is not of the form key=value, or its key has an empty part")
             continue
         try:
-            given = OmegaConf.merge(given, OmegaConf.from_dotlist([item]))
+            given.append(OmegaConf.from_dotlist([item]))
         except Exception as error:  # the YAML library raises several unrelated types
             reason = " ".join(str(error).split("\n  in ")[0].split())
-            problems.append(f"{item.partition('=')[0]}: {item.partition('=')[2]!r} is not readable as YAML: {reason}")
-    if problems:
-        raise RecipeError(problems)
+            problems.append(f"{key}: {value!r} is not readable as YAML: {reason}")
     return given
+
+
+def _fitting(tree: Any, items: list[Any], problems: list[str]) -> list[Any]:
+    """The overrides that can stand over a tree and over those before them; of the others it is told why."""
+    fitting = []
+    for given in items:
+        try:
+            tree = OmegaConf.merge(tree, given)
+            fitting.append(given)
+        except (OmegaConfBaseException, TypeError):  # TypeError: a list where a section stands, or the reverse
+            plain: Any = OmegaConf.to_container(given)
+            ((key, value),) = flatten(plain).items()
+            problems.append(
+                f"{key}: {value!r} cannot stand here: a section of keys cannot become a list, nor a list one"
+            )
+    return fitting
 
 
 def _merge_error(error: Exception) -> str:

@@ -30,11 +30,11 @@ def parse(cls: type[T], values: Any, problems: list[str], path: str = "") -> T |
         The instance, with the default (or an empty value) in the place of everything that did not fit, so that the
         rest can still be checked; None when `values` is no mapping at all. It is sound only if no problem was added.
     """
-    if not isinstance(values, dict):
-        problems.append(f"{path or 'recipe'}: {values!r} is not a section of keys")
-        return None
     hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(typing.cast(Any, cls))}
+    if not isinstance(values, dict):
+        problems.append(f"{path or 'recipe'}: {values!r} is not a section of keys; those are {', '.join(fields)}")
+        return None
     for key in values:
         if key not in fields:
             problems.append(f"{_join(path, str(key))}: unknown key{nearest(str(key), fields)}")
@@ -50,8 +50,10 @@ def parse(cls: type[T], values: Any, problems: list[str], path: str = "") -> T |
             arguments.pop(name, None)
             if required:
                 arguments[name] = _EMPTY.get(hints[name])
-        elif len(problems) > found and arguments.get(name) is None and required:
-            arguments[name] = _convert(hints[name], {}, [], "")
+        elif len(problems) > found and arguments.get(name) is None:
+            arguments.pop(name, None)
+            if required:
+                arguments[name] = _convert(hints[name], {}, [], "")
     try:
         return cls(**arguments)
     except ValueError as error:  # a class that looks at its own values, and says what is wrong with all of them
@@ -148,11 +150,13 @@ def _alternative(options: list[Any], value: Any, problems: list[str], path: str)
     if isinstance(value, dict) and "name" in value:
         if value["name"] not in by_name:
             problems.append(f"{path}.name: {value['name']!r} is not one of {', '.join(map(repr, by_name))}")
-            return parse(chosen, {key: held for key, held in value.items() if key != "name"}, problems, path)
-        chosen = by_name[value["name"]]
+        chosen = by_name.get(value["name"], chosen)
         own, others = {field.name for field in dataclasses.fields(chosen)}, dict[str, str]()
         for name, option in by_name.items():
             others |= {field.name: name for field in dataclasses.fields(option) if field.name not in own}
+        if value["name"] not in by_name:  # whose keys these are is not known
+            value = {key: held for key, held in value.items() if key != "name" and key not in others}
+            return parse(chosen, value, problems, path)
         problems += [
             f"{path}.{key}: is a key of {others[key]}, and {path}.name is {value['name']}; leave it out"
             for key in value

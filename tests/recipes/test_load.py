@@ -71,8 +71,46 @@ def test_values_that_are_no_yaml_are_all_named() -> None:
     assert all("is not readable as YAML" in line for line in lines)
 
 
-def test_a_list_in_place_of_a_section_is_a_problem() -> None:
-    assert "cannot merge the recipe" in problems("quickstart", "model.processor=[1]")[0]
+def test_a_list_in_place_of_a_section_is_told_with_all_else() -> None:
+    lines = problems("quickstart", "model.processor=[1]", "data.cameras={a: b}", "seed=x")
+    assert [line.split(":")[0] for line in lines] == ["model.processor", "data.cameras.a", "seed"]
+    assert "a section of keys cannot become a list" in lines[0]
+
+
+def test_overrides_of_which_no_use_can_be_made_hide_no_other_problem() -> None:
+    given = ("+ladder=9", "+foo=1", "data.horizon=[1,", ".seed=3", "data..uri=4", "optimizer.lr=fast")
+    lines = problems("cosmos3_policy/smoke", *given)
+    assert [line.split(":")[0] for line in lines] == [
+        "+ladder",
+        "+foo",
+        "data.horizon",
+        "override '.seed=3' is not of the form key=value, or its key has an empty part",
+        "override 'data..uri=4' is not of the form key=value, or its key has an empty part",
+        "optimizer.lr",
+    ]
+    assert problems("cosmos3_policy/droid", "data.uri=[1,") == [
+        "data.uri: '[1,' is not readable as YAML: while parsing a flow node did not find expected node content"
+    ]
+    assert load("cosmos3_policy/smoke", ["seed=1", "seed=2", "seed=1"]).seed == 1
+
+
+@pytest.mark.parametrize("section", ["checkpointing", "optimizer", "trainer", "run", "data", "wandb", "data.cache"])
+def test_a_value_in_place_of_a_section_is_one_problem(section: str) -> None:
+    lines = problems("cosmos3_policy/smoke", f"{section}=full")
+    assert len(lines) == 1
+    assert lines[0].startswith(f"{section}: 'full' is not a section of keys; those are ")
+
+
+def test_an_unknown_model_is_one_problem() -> None:
+    (line,) = problems("cosmos3_policy/smoke", "model.name=cosmos3")
+    assert line == "model.name: 'cosmos3' is not one of 'gr00t_n17', 'cosmos3_policy'"
+
+
+def test_a_choice_of_another_model_says_whose_it_is() -> None:
+    (line,) = problems("gr00t_n17/finetune", "data.uri=/d", "+ladder=1")
+    assert line == (
+        "+ladder=1: is for model.name=cosmos3_policy, and model.name of this recipe is gr00t_n17; leave it out"
+    )
 
 
 @pytest.mark.parametrize(
@@ -136,6 +174,6 @@ def test_quick_commands_import_nothing_heavy(arguments: list[str]) -> None:
         "    assert not heavy, heavy\n"
         "    sys.exit(end.code)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == (2 if "sead=1" in arguments else 0), done.stderr
     assert "Traceback" not in done.stderr

@@ -1,6 +1,7 @@
 """Starting weights by either layout, what a warm start leaves fresh, and exports that other readers understand."""
 
 import dataclasses
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -76,6 +77,7 @@ def test_a_load_holds_the_network_and_one_tensor(repository: Path, frozen_dtype:
     """Counted by the allocator, what lives for the length of one operation included, and the file that is mapped."""
     mapped = max(file.stat().st_size for file in (repository / "transformer").glob("*.safetensors"))
     network = build()
+    gc.collect()  # what earlier tests have left would be freed meanwhile, and count as given back
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         load_weights(network, repository, keep_action_heads=True, frozen_dtype=frozen_dtype)
     taken = peak = 0

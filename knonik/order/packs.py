@@ -66,12 +66,14 @@ class Packs:
         if len(self._known) - off < samples:
             from_ = self._begin + len(self._known)
             wanted = from_ + np.arange(max(samples - (len(self._known) - off), samples * int(np.clip(packs, *_LOOK))))
-            found = np.asarray(self._cost(wanted), np.int64)
-            if found.shape != wanted.shape or (found < 1).any():
+            found = np.asarray(self._cost(wanted))
+            if found.shape != wanted.shape or found.dtype.kind not in "iu" or (found < 1).any():
+                least = f" of at least {found.min()}" if found.size and found.dtype.kind in "iuf" else ""
                 raise ValueError(
-                    f"the cost of {len(wanted)} samples came as {found.shape} values of at least "
-                    f"{found.min(initial=1)}; one whole number above 0 is expected for each"
+                    f"the cost of {len(wanted)} samples came as {found.shape} values of type {found.dtype}{least}; one "
+                    "whole number above 0 is expected for each"
                 )
+            found = found.astype(np.int64)
             self._known, self._begin, off = np.concatenate([self._known[off:], found]), first, 0
         return self._known[off : off + samples]
 

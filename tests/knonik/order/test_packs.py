@@ -1,6 +1,8 @@
 """Packs cut from the order: within budget and bound, a function of the position, the same for any number of ranks."""
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,10 +67,21 @@ def test_a_sample_beyond_the_budget_is_named() -> None:
         packs.cut(0, 3)
 
 
-@pytest.mark.parametrize("wrong", [[0, 1], [1], [[1, 1]]])
-def test_costs_that_are_none_are_refused(wrong: list[int]) -> None:
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda count: [0, *[1] * (count - 1)],
+        lambda count: [1],
+        lambda count: [[1] * count],
+        lambda count: [2.7] * count,  # cut to whole numbers they would break the budget
+        lambda count: [float("nan")] * count,
+        lambda count: ["3"] * count,
+        lambda count: None,
+    ],
+)
+def test_costs_that_are_none_are_refused(wrong: Callable[[int], Any]) -> None:
     with pytest.raises(ValueError, match="one whole number above 0 is expected for each"):
-        Packs(lambda positions: wrong, budget=40, most=2).cut(0, 1)
+        Packs(lambda positions: wrong(len(positions)), budget=40, most=2).cut(0, 1)
 
 
 @pytest.mark.parametrize(("budget", "most", "said"), [(0, 1, "pack_tokens=0"), (1, 0, "batch_size=0")])

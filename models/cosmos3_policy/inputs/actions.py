@@ -1,9 +1,10 @@
 """Rows of the action stream: the robot's state, then the commands; raw robot units, the gripper turned round.
 
-Nothing is normalised. The network's gripper counts 1 as closed where the data sets count it as open: both ways are in
-this file, so that a predicted command goes back the way its column came.
+Nothing is normalised. The network counts the gripper the other way round than DROID's columns: both ways are in this
+file, so that a predicted command goes back the way its column came.
 """
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 
@@ -11,6 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 Columns = Mapping[str, Tensor | NDArray[np.float32]]
 
@@ -67,6 +70,13 @@ class ActionLayout:
         if problems:
             raise ValueError("processor does not fit the data: " + "; ".join(problems))
         self._state_flips, self._action_flips = _places(self.state, flipped), _places(self.action, flipped)
+        if self._state_flips != self._action_flips:
+            # Right where a data set counts its state's gripper the other way round than its action's, and nowhere else.
+            logger.warning(
+                "gripper=%s turns round values %s of the state's row and %s of the commands: both stand in one stream, "
+                "so name the columns of both unless the data set counts them in opposite ways",
+                list(gripper), self._state_flips, self._action_flips,
+            )  # fmt: skip
 
     def rows(self, state: Columns, action: Columns) -> NDArray[np.float32]:
         """[B, 1 + H, action_dim] of state columns [B, 1, D] (or [B, D]) and action columns [B, H, D]."""

@@ -51,6 +51,14 @@ def test_a_gripper_may_be_one_value_of_a_column() -> None:
     assert (layout.to_robot(torch.from_numpy(rows[:, 1:]))["action"] == 0.25).all()
 
 
+def test_a_gripper_turned_round_on_one_side_only_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    ActionLayout(STATE, ACTION, gripper=GRIPPER, width=64)
+    ActionLayout({"s": 7}, {"a": 7}, gripper=["s[6]", "a[-1]"], width=64)
+    assert not caplog.records
+    ActionLayout(STATE, ACTION, gripper=["action.gripper"], width=64)
+    assert "turns round values [] of the state's row and [7] of the commands" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("state", "action", "gripper", "width", "said"),
     [

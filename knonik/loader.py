@@ -338,6 +338,7 @@ class Loader:
                 begin=self._position,
                 capacity=self._batch_size,
                 specs={camera: spec.frame for camera, spec in self._specs.items()},
+                black={camera: spec.black for camera, spec in self._specs.items()},
                 buffers=BufferPool(keep=(self._ring_batches + 1) * len(self._specs), pin_memory=self._pin_memory),
                 finish=finish.batch,
                 transform=finish.pinned if self._pin_memory else finish.inputs,

@@ -7,16 +7,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from knonik.batches.decoded import DecodedFrames, open_decoded
 from knonik.columns.arrays import data_version
 from knonik.dataset import Dataset
 from knonik.fetch.source import PacketSource, packet_source
-from knonik.video.colour import ColourSpec
+from knonik.video.colour import ColourSpec, black_planes
 from knonik.video.decode import GopDecoder
 from knonik.video.frames import FrameReader, FrameSpec, frame_reader
 
@@ -94,6 +95,14 @@ class PictureSpec:
     def num_bytes(self) -> int:
         """Bytes of one picture."""
         return prod(self.frame.shape) * self.frame.dtype.itemsize
+
+    @property
+    def black(self) -> NDArray[Any]:
+        """A picture of a camera that a part does not have."""
+        if self.colour is None:
+            return np.zeros(self.frame.shape, self.frame.dtype)
+        black: NDArray[Any] = black_planes(*self.size, self.colour).numpy()
+        return black
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,6 +88,7 @@ class Pipeline:
         pictures: writes the pictures of a batch; closed with the pipeline.
         begin: global position of the first batch.
         specs: batch camera to shape and element type of one picture.
+        black: batch camera to the picture where a sample's dataset has no such camera; those not named have zeros.
         buffers: where the batches' memory comes from.
         finish: turns a plan and its images [B, T, *shape] into a batch.
         transform: last step of a batch.
@@ -114,10 +115,11 @@ class Pipeline:
         ring_batches: int,
         lookahead_batches: int,
         stages: Mapping[str, Stage],
+        black: Mapping[str, NDArray[Any]] | None = None,
     ) -> None:
         self._planner, self._pictures, self._begin, self._capacity = planner, pictures, begin, capacity
         self._specs, self._buffers, self._finish, self._transform = specs, buffers, finish, transform
-        self._bad_samples, self._stages = bad_samples, stages
+        self._bad_samples, self._stages, self._black = bad_samples, stages, black or {}
         self._chunks = decode_threads * _CHUNKS_PER_THREAD
         self._most_ahead = lookahead_batches
         self._ring, self._batch_bytes = ring_batches, batch_bytes
@@ -291,7 +293,7 @@ class Pipeline:
             self._turn.notify()
         with self._stages["assemble"].measure("busy", items=1):
             for camera, places in work.plan.blank.items():
-                work.flat[camera][places] = 0
+                work.flat[camera][places] = self._black.get(camera, 0)
             plan, images = work.plan, work.images
             if work.bad:
                 plan = self._bad_samples.settled(plan, work.flat, work.bad)

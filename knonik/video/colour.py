@@ -108,6 +108,13 @@ def plane_bytes(height: int, width: int) -> int:
     return height * width + 2 * (-(-height // 2)) * (-(-width // 2))
 
 
+def black_planes(height: int, width: int, spec: ColourSpec) -> torch.Tensor:
+    """uint8 [N] of a black picture: lowest luma, and chroma in the middle, where it is none."""
+    planes = torch.full((plane_bytes(height, width),), 128, dtype=torch.uint8)
+    planes[: height * width] = 0 if spec.full_range else 16
+    return planes
+
+
 @dataclass(frozen=True, kw_only=True)
 class Planes:
     """Pictures as colour planes, half the bytes of RGB.

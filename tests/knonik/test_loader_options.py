@@ -99,6 +99,21 @@ def test_planes_become_the_same_rgb(dataset: knonik.Dataset) -> None:
         assert all(torch.equal(left.images[camera], converted.images[camera]) for camera in CAMERAS)
 
 
+def test_a_camera_that_a_part_lacks_is_black_in_any_transport(make_set, tmp_path: Path, dataset: Any) -> None:
+    with knonik.open(make_set((9, 7), cameras=1), cache_dir=tmp_path / "one") as one:
+        mixture = Mixture([Part(dataset=dataset, weight=1), Part(dataset=one, weight=1)], missing_cameras="black")
+        options: dict[str, Any] = {"batch_size": 6, "seed": 1, "windows": {CAMERAS[1]: range(2)}}
+        plain = take(Loader(mixture, **options), 3)
+        planes = take(Loader(mixture, transport="yuv420p", **options), 3)
+    for left, right in zip(plain, planes, strict=True):
+        lacking = left.dataset == 1
+        assert 0 < lacking.sum() < 6
+        assert not left.images[CAMERAS[1]][lacking].any()
+        assert isinstance(right.images[CAMERAS[1]], Planes)
+        for camera in CAMERAS:
+            assert torch.equal(left.images[camera], right.rgb().images[camera])
+
+
 def test_kept_pictures_are_equal_and_decoded_once(dataset: knonik.Dataset, decoded: list[int]) -> None:
     room = len(dataset) * 2 * 16 * 24 * 3
     options: dict[str, Any] = {"batch_size": 8, "seed": 2, "prefix": Halved(), "cameras": CAMERAS, "decode_threads": 2}

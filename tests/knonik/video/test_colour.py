@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from knonik.video.colour import ColourSpec, Planes, plane_bytes, reproducible, to_rgb
+from knonik.video.colour import ColourSpec, Planes, black_planes, plane_bytes, reproducible, to_rgb
 from knonik.video.decode import FrameTags, swscale_rgb
 
 SPECS = [
@@ -48,6 +48,11 @@ def test_every_tag_that_maps_to_a_spec(spec: ColourSpec) -> None:
     for tags in found:
         assert ColourSpec.of(tags) == spec
         np.testing.assert_array_equal(ours, swscale_rgb(planes, 34, 66, tags), err_msg=str(tags))
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=names)
+def test_black_is_black(spec: ColourSpec) -> None:
+    assert to_rgb(black_planes(6, 9, spec), 6, 9, spec).tolist() == np.zeros((6, 9, 3), int).tolist()
 
 
 @pytest.mark.parametrize("height", [2, 6, 180])

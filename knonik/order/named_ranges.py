@@ -59,6 +59,8 @@ def named_ranges(
     Raises:
         ValueError: the file is not of this form, names none of the episodes, or keeps no anchor of any.
     """
+    if "{0}" not in key:
+        raise ValueError(f"key={key!r} is one name for all episodes; put {{0}} where the name of each stands")
     try:
         given = json.loads(Path(source).read_text())
         if not isinstance(given, dict):
@@ -74,7 +76,7 @@ def named_ranges(
     found: dict[int, list[tuple[int, int]]] = {}
     met = 0
     for name, episode in names.items():
-        said = key.format(name)
+        said = key.replace("{0}", name)
         if said not in by_name or episode not in length:
             continue
         met += 1
@@ -84,7 +86,7 @@ def named_ranges(
     if not met:
         raise ValueError(
             f"{source} names none of the {len(names)} episodes of {dataset.uri}: it has names like "
-            f"{next(iter(by_name), '')!r}, looked for were {key.format(next(iter(names), ''))!r} and the like. Say "
+            f"{next(iter(by_name), '')!r}, looked for were {key.replace('{0}', next(iter(names), ''))!r} and the like. Say "
             "with --key how the file names an episode, or with --column which column has the names"
         )
     if not found:

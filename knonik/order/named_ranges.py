@@ -84,10 +84,11 @@ def named_ranges(
         if kept := [(start, stop) for start, stop in cut if start < stop]:
             found[episode] = kept
     if not met:
+        looked_for = key.replace("{0}", next(iter(names), ""))
         raise ValueError(
             f"{source} names none of the {len(names)} episodes of {dataset.uri}: it has names like "
-            f"{next(iter(by_name), '')!r}, looked for were {key.replace('{0}', next(iter(names), ''))!r} and the like. Say "
-            "with --key how the file names an episode, or with --column which column has the names"
+            f"{next(iter(by_name), '')!r}, looked for were {looked_for!r} and the like. Say with "
+            "--key how the file names an episode, or with --column which column has the names"
         )
     if not found:
         raise ValueError(

@@ -101,7 +101,7 @@ def test_other_names_and_columns_are_said(named: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"names none of the 3 episodes.*'AUTOLab/success.*Say with --key"):
         run(named, tmp_path, kept=KEPT)
     for wrong in ("{1}", "{a", "all"):
-        with pytest.raises(ValueError, match="is one name for all episodes; put {0} where"):
+        with pytest.raises(ValueError, match=r"is one name for all episodes; put \{0\} where"):
             run(named, tmp_path, "--key", wrong, kept=KEPT)
     assert run(named, tmp_path, "--key", "{{0}", kept={"{" + NAMES[1]: [[0, 4]]})["anchors"] == 4
     with pytest.raises(ValueError, match=r"column uuid is missing; it has .*episode_id"):

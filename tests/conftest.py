@@ -28,6 +28,14 @@ def shared_data() -> Path:
     return SHARED_DATA
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What is opened without a cache folder keeps nothing in the user's, and finds nothing there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KNONIK_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 PACKAGES = {"knonik", "models", "recipes", "callbacks"}
 
 

@@ -1,5 +1,6 @@
 """What only shows beside the datasets: cameras, features, widths, episodes and chunk length that they must have."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +12,7 @@ from recipes.parts import key, parts
 from recipes.ranks import ranks_per_node
 from recipes.schema import Recipe
 from recipes.schema_data import PartConfig
-from recipes.sources import held_out_part, span, training_part
+from recipes.sources import held_out_part, horizon_of, span, training_part
 
 _NO_NUMBERS = ("video", "image", "string")
 
@@ -140,13 +141,24 @@ def _episodes(recipe: Recipe, number: int, part: PartConfig, dataset: Any) -> tu
     if absent:
         where = key(recipe, number, "episodes")
         return [f"{where}: {absent} are not in {part.uri}, which has {len(length)} episodes"], None
+    if recipe.data.horizon < 1:
+        return [], None  # reported already
     longest = max(length[episode] for episode in part.episodes or length)
     if recipe.data.edge == "inside" and longest < span(recipe, dataset):
         return [
-            f"{key(recipe, number, 'horizon')}: a chunk of {span(recipe, dataset)} steps fits into no episode, the "
-            f"longest has {longest} rows; give at most {longest}, or data.edge=repeat"
+            f"{key(recipe, number, 'horizon')}: a chunk of {horizon_of(recipe)} steps fits into no episode, the "
+            f"longest has {longest} rows; {_shorter(recipe, dataset, longest)}data.edge=repeat"
         ], None
     return _anchors(recipe, number, part, dataset)
+
+
+def _shorter(recipe: Recipe, dataset: Any, longest: int) -> str:
+    """The most steps whose rows an episode of the longest length holds, as an advice."""
+    for steps in range(min(recipe.data.horizon, longest), 0, -1):
+        shorter = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, horizon=steps))
+        if steps % family(recipe).HORIZON_STEP == 0 and span(shorter, dataset) <= longest:
+            return f"give at most {steps}, or "
+    return "give "
 
 
 def _anchors(recipe: Recipe, number: int, part: PartConfig, dataset: Any) -> tuple[list[str], Any]:

@@ -27,6 +27,8 @@ class Family(Protocol):
     """Names that `optimizer.lr_multipliers` may have."""
     LAYOUTS: tuple[str, ...]
     """Kinds of folders that `export` writes."""
+    HORIZON_STEP: int
+    """A chunk has a multiple of so many steps."""
 
     # what `check` asks, before anything is built
 

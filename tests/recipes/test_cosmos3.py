@@ -75,10 +75,34 @@ def test_a_recipe_comes_back_from_its_plain_values() -> None:
         ("model.processor.tier=big", "model.processor.tier: 'big' is unknown; allowed: 256, 480, 704, 720, fit"),
         ("model.processor.domain=4", "model.processor.domain: 4 is no slot; allowed: 0 to 3"),
         ("model.processor.tokenizer=null", "model.processor.tokenizer: null takes the one beside model.weights"),
+        (
+            "model.processor.tokenizer=bytes",
+            "model.processor.tokenizer: 'bytes' is no folder, and no hub id OWNER/NAME",
+        ),
+        ("model.processor.tokenizer=/", "model.processor.tokenizer: / holds no tokenizer.json"),
+        ("model.processor.augment=true", "model.processor.augment: True is not a section of keys; those are crop,"),
+        ("model.processor.gripper=[6]", "model.processor.gripper[0]: expected str, got int 6"),
+        ("model.processor.gripper=['action[7]']", "model.processor.gripper names 'action[7]'; there are observation"),
+        ("model.vae=''", "model.vae: '' is no folder of a video encoder"),
+        ("model.vae=/", "model.vae: '/' is no folder of a video encoder, which holds a config.json"),
+        ("model.weights=''", "model.weights: '' does not exist; give a folder, a hub id"),
+        ("data.state=[]", "data.state: the list is empty"),
+        (
+            "data.action=[timestamp]",
+            "data.action: the state has 7 values (observation.state), the action 1 (timestamp); ",
+        ),
+        ("data.horizon=-4", "data.horizon: -4 is not positive"),
+        (
+            "data.horizon=1000",
+            "a chunk of 1000 steps fits into no episode, the longest has 24 rows; give at most 20, or",
+        ),
         ("model.processor.prompt=xml", "model.processor.prompt='xml'; allowed: json, plain"),
         ("model.processor.augment={hue: 0.7}", "model.processor.augment.hue=0.7: at most 0.5"),
         ("model.processor.augment={hues: 0.1}", "model.processor.augment.hues: unknown key (did you mean 'hue'?)"),
-        ("model.processor.gripper=[grip]", "model.processor.gripper names 'grip'"),
+        (
+            "model.processor.gripper=[grip]",
+            "model.processor.gripper: 'grip' is no column that is read, nor one of its values, as",
+        ),
         ("model.processor.views={wrist: observation.images.front}", "'observation.images.front' is none of the cam"),
         ("model.processor.views={wrist: observation.images.top}", "data.cameras: ['observation.images.wrist', 'obs"),
         ("data.cameras=[observation.images.top, observation.images.wrist]", "data.cameras: a picture is made of one"),
@@ -101,6 +125,46 @@ def test_a_recipe_comes_back_from_its_plain_values() -> None:
 )
 def test_each_problem_names_its_key(world: Path, tmp_path: Path, given: str, expected: str) -> None:
     assert expected in "\n".join(problems(world, tmp_path, given))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "model.processor.gripper=[6]",
+        "model.processor.augment=true",
+        "model.processor.tier=256.0",
+        "data.state=[]",
+        "data.action=[timestamp]",
+        "data.horizon=-4",
+        "data.horizon=1000",
+    ],
+)
+def test_one_mistake_is_one_line(world: Path, tmp_path: Path, given: str) -> None:
+    assert len(problems(world, tmp_path, given)) == 1
+
+
+def test_a_tier_may_be_given_as_the_number_it_looks_like(world: Path, tmp_path: Path) -> None:
+    assert problems(world, tmp_path, "model.processor.tier=256") == []
+
+
+def test_all_that_is_wrong_is_told_at_once_though_there_is_no_dataset() -> None:
+    """One setting that is wrong hides no other one, and none needs the dataset to be told."""
+    given = {
+        "model.processor.fps": "0",
+        "model.processor.caption_dropout": "x",
+        "model.processor.domain": "90",
+        "model.processor.augment": "{hue: 0.7, crop: x}",
+        "model.processor.views": "{wrist: a}",
+        "model.processor.gripper": "[grip]",
+        "model.processor.tier": "big",
+        "data.horizon": "10",
+    }
+    recipe, told = examine("cosmos3_policy/droid", [f"{name}={value}" for name, value in given.items()])
+    lines = told + check(recipe, world_size=8, told=told)
+    assert lines[0] == "data.uri: required, give it as data.uri=..."
+    for name in (*given, "model.processor.augment.hue", "model.processor.augment.crop"):
+        assert any(line.startswith(name) for line in lines), name
+    assert len(lines) == 10
 
 
 def test_one_wrong_key_of_a_model_leaves_it_that_model(world: Path, tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from recipes.families.cosmos3_policy.check import (
     data_problems,
     model_problems,
     option_problems,
-    part_problems,
     trained_blocks,
 )
+from recipes.families.cosmos3_policy.check_inputs import part_problems
 from recipes.schema import Recipe
 from recipes.schema_data import PartConfig
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from recipes.trained import TrainedRun
 
 __all__ = [
+    "HORIZON_STEP",
     "LAYOUTS",
     "PARAMETER_GROUPS",
     "build_module",
@@ -55,6 +56,7 @@ __all__ = [
 ]
 
 PARAMETER_GROUPS: tuple[str, ...] = ("action_heads",)
+HORIZON_STEP = 4  # frames of one latent frame
 LAYOUTS: tuple[str, ...] = ("released", "framework")
 
 

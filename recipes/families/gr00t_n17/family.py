@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from recipes.trained import TrainedRun
 
 __all__ = [
+    "HORIZON_STEP",
     "LAYOUTS",
     "PARAMETER_GROUPS",
     "build_module",
@@ -48,6 +49,7 @@ __all__ = [
 ]
 
 PARAMETER_GROUPS: tuple[str, ...] = ()
+HORIZON_STEP = 1
 LAYOUTS: tuple[str, ...] = ("released",)
 
 

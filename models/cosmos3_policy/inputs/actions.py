@@ -109,7 +109,7 @@ class ActionLayout:
         is_gripper[self._action_flips] = True
         limit = np.where(is_gripper, _STILL_GRIPPER, _STILL_JOINT_PER_S / fps).astype(np.float32)
         still = (moved < limit).all(axis=2)
-        return np.array([_in_streaks(row) for row in still], np.int64)
+        return _in_streaks(still)
 
     def to_robot(self, rows: Tensor) -> dict[str, NDArray[np.float32]]:
         """Predicted rows [B, H, width or action_dim] -> {action column: [B, H, D]} in the data set's own units."""
@@ -145,7 +145,12 @@ def _flip(rows: NDArray[np.float32], places: Sequence[int]) -> NDArray[np.float3
     return rows
 
 
-def _in_streaks(still: NDArray[np.bool_]) -> int:
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], still, [False]])))
-    lengths = edges[1::2] - edges[::2]
-    return int(lengths[lengths >= _STILL_STREAK].sum())
+def _in_streaks(still: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """[B] rows of [B, R] that lie in a streak; of all samples at once, since packing asks for those of every rank."""
+    counted = np.zeros_like(still)
+    begins = still.shape[1] - _STILL_STREAK + 1
+    if begins > 0:
+        streaks = np.lib.stride_tricks.sliding_window_view(still, _STILL_STREAK, axis=1).all(axis=2)
+        for place in range(_STILL_STREAK):
+            counted[:, place : place + begins] |= streaks
+    return counted.sum(axis=1)

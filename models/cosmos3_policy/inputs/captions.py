@@ -1,5 +1,6 @@
 """From task texts to prompts: which paraphrase a sample gets, and whether it gets any, by (seed, position)."""
 
+import functools
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -8,12 +9,15 @@ from models.common import draws
 from models.cosmos3_policy.inputs.prompt import PROMPTS, ClipFacts
 from models.cosmos3_policy.inputs.settings import ProcessorConfig
 
+_MOST_CACHED = 1 << 16
+
 
 class Captions:
     """Prompts of samples."""
 
     def __init__(self, settings: ProcessorConfig, seed: int) -> None:
-        self._settings, self._seed, self._prompt = settings, seed, PROMPTS[settings.prompt]
+        self._settings, self._seed = settings, seed
+        self._prompt = functools.lru_cache(_MOST_CACHED)(PROMPTS[settings.prompt])  # captions times steps stood still
 
     def prompts(
         self,

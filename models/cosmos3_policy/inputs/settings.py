@@ -1,6 +1,7 @@
 """Choices of the input path, checked together."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +26,9 @@ class AugmentConfig:
         if not 0 < self.crop <= 1:
             problems.append(f"augment.crop={self.crop}: a share of the side in (0, 1]")
         for name in ("brightness", "contrast", "saturation", "hue"):
-            if getattr(self, name) < 0:
-                problems.append(f"augment.{name}={getattr(self, name)}: 0 or more")
-        if self.hue > 0.5:
+            if not 0 <= getattr(self, name) < math.inf:
+                problems.append(f"augment.{name}={getattr(self, name)}: 0 or more, and finite")
+        if 0.5 < self.hue < math.inf:
             problems.append(f"augment.hue={self.hue}: at most 0.5, half a turn")
         if problems:
             raise ValueError("processor settings: " + "; ".join(problems))

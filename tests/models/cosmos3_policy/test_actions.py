@@ -88,3 +88,15 @@ def test_slow_steps_count_only_in_runs_of_three() -> None:
     layout = ActionLayout({"s": 1}, {"a": 1}, gripper=[], width=8)
     moving = np.array([0, 0, 1, 1, 1, 1, 0, 0], np.float32)  # rows after which nothing changed: 1; 3, 4, 5; 7
     assert layout.idle_steps(moving[None, :, None], fps=10.0).tolist() == [3]
+
+
+@pytest.mark.parametrize("rows", [2, 3, 5, 33])
+def test_steps_stood_still_are_counted_in_streaks_of_three(rows: int) -> None:
+    moves = np.random.default_rng(rows).random((200, rows)) < 0.3
+    layout = ActionLayout({"s": 1}, {"a": 1}, gripper=[], width=8)
+    values = np.cumsum(moves, axis=1, dtype=np.float32)[:, :, None]
+    moves[:, 0] = False  # nothing comes before the first row
+    expected = [
+        sum(len(run) for run in "".join(" " if m else "s" for m in row).split() if len(run) >= 3) for row in moves
+    ]
+    assert layout.idle_steps(values, fps=15.0).tolist() == expected

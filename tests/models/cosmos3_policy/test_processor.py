@@ -264,6 +264,8 @@ def test_settings_that_do_nothing_or_cannot_be_are_refused_together() -> None:
         ProcessorConfig(views={"top": "a"}, prompt="xml", horizon=30, caption_dropout=1)
     with pytest.raises(ValueError, match=r"augment\.crop=2.*augment\.hue=0\.7"):
         ProcessorConfig(augment={"crop": 2, "hue": 0.7})
+    with pytest.raises(ValueError, match=r"augment\.brightness=nan: 0 or more, and finite; augment\.contrast=inf"):
+        ProcessorConfig(augment={"brightness": float("nan"), "contrast": float("inf")})
 
 
 def test_batches_of_other_pictures_are_refused() -> None:

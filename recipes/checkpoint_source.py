@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SUFFIXES = (".safetensors", ".json")
+_DISTRIBUTED = (".distcp", ".metadata")  # what torch.distributed.checkpoint and NVIDIA's framework write
 _PIECE_BYTES = 16 << 20
 _CONNECTIONS = 8
 _RECORD_FILE = ".fetched.json"
@@ -77,7 +78,15 @@ def _from_s3(uri: str, cache_dir: str | None) -> Path:
     store = open_store(uri)
     try:
         with one_builder(folder, "fetch"):
-            found = {checked_key(key): info for key, info in store.objects("").items() if key.endswith(_SUFFIXES)}
+            listed = store.objects("")
+            if any(key.endswith(_DISTRIBUTED) for key in listed) and not any(
+                key.endswith(".safetensors") for key in listed
+            ):
+                raise FileNotFoundError(
+                    f"checkpoint {uri} is a distributed one (.metadata, *.distcp), which is not read from S3: copy its "
+                    "folder to this machine and name that"
+                )
+            found = {checked_key(key): info for key, info in listed.items() if key.endswith(_SUFFIXES)}
             if not found:
                 raise FileNotFoundError(f"checkpoint {uri}: no safetensors or JSON files there")
             _fetch(store, found, folder, uri)

@@ -6,8 +6,9 @@ with `weights_only`.
 """
 
 import io
+import math
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,23 +51,36 @@ class DcpTensors(Mapping[str, StoredTensor]):
 
     Raises:
         FileNotFoundError: no such folder, or without its index, which is written last, or without a file it names.
-        ValueError: the index is none, or names what no index needs; a file is shorter than it says.
+        ValueError: the index is none, or names what no index needs; the parts of a tensor do not cover it, or twice; a
+            file is shorter than it says.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder)
         index = _read_index(self.path / INDEX_FILE)
         self._entries: dict[str, StoredTensor] = {}
-        self._chunks: dict[str, list[tuple[Any, Any]]] = {}
+        self._chunks: dict[str, list[tuple[Box, Any]]] = {}
         tensors = {k: v for k, v in index.state_dict_metadata.items() if isinstance(v, metadata.TensorStorageMetadata)}
         for name, entry in tensors.items():
             self._entries[name] = StoredTensor(
                 name=name, file=self.path, shape=tuple(entry.size), dtype=word_of(entry.properties.dtype)
             )
             self._chunks[name] = []
+        boxes = {
+            (name, tuple(chunk.offsets)): (tuple(chunk.offsets), tuple(chunk.sizes))
+            for name, entry in tensors.items()
+            for chunk in entry.chunks
+        }
         for place, info in (index.storage_data or {}).items():
             if place.fqn in self._chunks:
-                self._chunks[place.fqn].append((place.offset, self._checked(info)))
+                offset = (0,) * len(tensors[place.fqn].size) if place.offset is None else tuple(place.offset)
+                box = boxes.get((place.fqn, offset))
+                if box is None:
+                    raise ValueError(f"{self.path}: the index knows no part of {place.fqn} at {offset}")
+                self._chunks[place.fqn].append((box, self._checked(info)))
+        for name, chunks in self._chunks.items():
+            if problem := uncovered([box for box, _ in chunks], self._entries[name].shape):
+                raise ValueError(f"{self.path}: parts of {name} {problem}")
         self.files = sorted({self.path / info.relative_path for chunks in self._chunks.values() for _, info in chunks})
         self._dtypes = {name: entry.properties.dtype for name, entry in tensors.items()}
         self._check_files()
@@ -101,29 +115,16 @@ class DcpTensors(Mapping[str, StoredTensor]):
             ValueError: parts are missing or not as the index says.
         """
         entry = self._entries[name]
-        if len(self._chunks[name]) == 1:
-            alone = self._part(self._chunks[name][0][1])
-            if tuple(alone.shape) == entry.shape and alone.dtype == self._dtypes[name]:
-                return alone
-        whole = torch.empty(entry.shape, dtype=self._dtypes[name])
-        filled = 0
-        for offset, info in self._chunks[name]:
+        whole = None
+        for (offset, size), info in self._chunks[name]:
             part = self._part(info)
-            target = whole
-            if offset is not None:
-                if len(offset) != whole.dim() or any(
-                    o + n > size for o, n, size in zip(offset, part.shape, whole.shape, strict=False)
-                ):
-                    raise ValueError(f"{self.path}: a part of {name} lies outside its shape {entry.shape}")
-                for dim, (start, length) in enumerate(zip(offset, part.shape, strict=True)):
-                    target = target.narrow(dim, start, length)
-            if target.shape != part.shape:
-                raise ValueError(f"{self.path}: a part of {name} is {tuple(part.shape)}, not {tuple(target.shape)}")
-            target.copy_(part)
-            filled += part.numel()
-        if filled != whole.numel():
-            raise ValueError(f"{self.path}: {name} has {filled} of {whole.numel()} values; files are missing")
-        return whole
+            if tuple(part.shape) != size:
+                raise ValueError(f"{self.path}: a part of {name} is {tuple(part.shape)}, not {size}")
+            if size == entry.shape and part.dtype == self._dtypes[name]:
+                return part
+            whole = torch.empty(entry.shape, dtype=self._dtypes[name]) if whole is None else whole
+            whole[tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))] = part
+        return torch.empty(entry.shape, dtype=self._dtypes[name]) if whole is None else whole  # None: it has no values
 
     def _part(self, info: Any) -> Tensor:
         file = self.path / info.relative_path
@@ -161,6 +162,33 @@ class DcpTensors(Mapping[str, StoredTensor]):
         return info
 
 
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""First index and length in every dimension of a part."""
+
+
+def uncovered(boxes: Sequence[Box], shape: tuple[int, ...]) -> str:
+    """What keeps boxes from covering a shape, each value once; empty where nothing does."""
+    if any(len(offset) != len(shape) or len(size) != len(shape) for offset, size in boxes) or any(
+        not 0 <= start <= start + length <= whole
+        for offset, size in boxes
+        for start, length, whole in zip(offset, size, shape, strict=True)
+    ):
+        return f"lie outside its shape {shape}"
+    active: list[Box] = []
+    # Along the first dimension, in which ranks usually share a tensor: only those that reach this far are compared.
+    for box in sorted(box for box in boxes if math.prod(box[1])):
+        active = [other for other in active if not shape or other[0][0] + other[1][0] > box[0][0]]
+        if any(_meet(box, other) for other in active):
+            return f"overlap at {box[0]}"
+        active.append(box)
+    held, wanted = sum(math.prod(size) for _, size in boxes), math.prod(shape)
+    return "" if held == wanted else f"hold {held} of {wanted} values; files are missing"
+
+
+def _meet(one: Box, other: Box) -> bool:
+    return all(a < b + m and b < a + n for a, n, b, m in zip(one[0], one[1], other[0], other[1], strict=True))
+
+
 class _IndexReader(pickle.Unpickler):
     """Knows the names of `_CLASSES`, and paths, as text; no other name can enter."""
 
@@ -178,7 +206,7 @@ def _as_text(*parts: str) -> str:
 
 def _read_index(file: Path) -> metadata.Metadata:
     if not file.is_file():
-        raise FileNotFoundError(f"{file.parent} is no whole checkpoint: it has no {file.name}")
+        raise FileNotFoundError(f"{file.parent} is no whole checkpoint: it has no {file.name}, the index of its files")
     try:
         with file.open("rb") as handle:
             index = _IndexReader(handle).load()

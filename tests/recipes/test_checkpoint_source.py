@@ -49,6 +49,16 @@ def test_a_checkpoint_on_s3_comes_whole_once_and_follows_changes(
         local_checkpoint(f"s3://{bucket}/other", str(tmp_path))
 
 
+def test_a_distributed_checkpoint_on_s3_is_refused_by_what_it_is(
+    new_bucket: Callable[[dict[str, bytes]], Any], tmp_path: Path
+) -> None:
+    parts = {"run/config.json": b"{}", "run/model/.metadata": b"x", "run/model/__0_0.distcp": b"y"}
+    bucket, _ = new_bucket(parts)
+    with pytest.raises(FileNotFoundError, match=r"a distributed one .* is not read from S3: copy its folder"):
+        local_checkpoint(f"s3://{bucket}/run", str(tmp_path))
+    assert not list(tmp_path.rglob("config.json"))
+
+
 def test_a_fetch_that_broke_off_is_continued(
     new_bucket: Callable[[dict[str, bytes]], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -271,3 +271,10 @@ def test_a_file_of_another_kind_is_no_weights(world: Path, tmp_path: Path) -> No
     (tmp_path / "notes.txt").write_text("no tensors")
     lines = problems(world, tmp_path, f"model.weights={tmp_path / 'notes.txt'}", f"model.vae={tmp_path}")
     assert any("model.weights: " in line and "notes.txt is no safetensors file" in line for line in lines)
+
+
+def test_a_distributed_checkpoint_without_its_index_is_told_before_a_run(world: Path, tmp_path: Path) -> None:
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "run" / "model" / "__0_0.distcp").write_bytes(b"x")
+    lines = problems(world, tmp_path, f"model.weights={tmp_path / 'run'}", f"model.vae={tmp_path}")
+    assert any(line.startswith("model.weights: ") and "and no .metadata, their index" in line for line in lines)

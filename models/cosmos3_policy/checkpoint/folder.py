@@ -46,8 +46,21 @@ class CheckpointFolder:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether the weights are a torch.distributed.checkpoint folder, which the framework writes."""
-        return (self.weights / _DISTRIBUTED).is_file()
+        """Whether the weights are a torch.distributed.checkpoint folder, which the framework writes; whole or not."""
+        weights = self.weights
+        return (weights / _DISTRIBUTED).is_file() or (weights.is_dir() and any(weights.glob("*.distcp")))
+
+    def check_index(self) -> None:
+        """Ask whether a distributed checkpoint has its index, which is written last.
+
+        Raises:
+            FileNotFoundError: it has none.
+        """
+        if self.is_distributed and not (self.weights / _DISTRIBUTED).is_file():
+            raise FileNotFoundError(
+                f"{self.weights} holds parts of a distributed checkpoint (*.distcp) and no {_DISTRIBUTED}, their "
+                "index, which is written last: it was cut short, or copied without files whose name begins with a dot"
+            )
 
     @cached_property
     def config_values(self) -> dict[str, Any] | None:

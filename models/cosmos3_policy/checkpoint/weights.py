@@ -75,6 +75,7 @@ def load_weights(
 def open_weights(source: str | Path) -> StoredTensors | DcpTensors:
     """The stored tensors of a checkpoint under the names they have there; a context manager."""
     folder = CheckpointFolder(source)
+    folder.check_index()
     return DcpTensors(folder.weights) if folder.is_distributed else StoredTensors(folder.weights)
 
 

@@ -108,6 +108,7 @@ def _weights(recipe: Recipe) -> list[str]:
 
     try:
         folder = CheckpointFolder(own.weights)
+        folder.check_index()
         if not folder.is_distributed:
             weight_files(folder.weights)
     except (ValueError, OSError) as error:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from models.common.dcp_tensors import DcpTensors
+from models.common.dcp_tensors import DcpTensors, uncovered
 from models.common.digest import weights_digest
 from models.cosmos3_policy.checkpoint.folder import CheckpointFolder
 from models.cosmos3_policy.checkpoint.framework import write_framework
@@ -192,3 +192,47 @@ def test_a_copy_that_is_not_whole_is_told_by_its_file(written: Path, damage: str
     with pytest.raises(FileNotFoundError if damage == "gone" else ValueError, match=words):
         load_weights(network, written, keep_action_heads=True)
     assert digest(network) == before
+
+
+@pytest.mark.parametrize(
+    ("boxes", "shape", "expected"),
+    [
+        ([((0, 0), (2, 3)), ((2, 0), (2, 3))], (4, 3), ""),
+        ([((0, 0), (4, 1)), ((0, 1), (4, 2))], (4, 3), ""),
+        ([((), ())], (), ""),
+        ([((0,), (0,)), ((0,), (3,))], (3,), ""),
+        ([((0, 0), (2, 3)), ((0, 0), (2, 3))], (4, 3), "overlap at (0, 0)"),
+        ([((0, 0), (3, 2)), ((1, 1), (3, 2))], (4, 3), "overlap at (1, 1)"),
+        ([((0, 0), (2, 3))], (4, 3), "hold 6 of 12 values; files are missing"),
+        ([], (4, 3), "hold 0 of 12 values; files are missing"),
+        ([((2, 0), (4, 3))], (4, 3), "lie outside its shape (4, 3)"),
+        ([((0,), (12,))], (4, 3), "lie outside its shape (4, 3)"),
+    ],
+)
+def test_parts_cover_their_tensor_each_value_once(boxes: list, shape: tuple[int, ...], expected: str) -> None:
+    assert uncovered(boxes, shape) == expected
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_parts_that_overlap_and_leave_a_hole_are_told(tmp_path: Path) -> None:
+    """As many values as the tensor has, some of them twice: a count alone would pass."""
+    folder = tmp_path / "model"
+    dcp.save({"a": torch.arange(8.0)}, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    ((place, info),) = index.storage_data.items()
+    (chunk,) = index.state_dict_metadata["a"].chunks
+    second = type(chunk)(offsets=torch.Size([2]), sizes=torch.Size([4]))
+    chunk.sizes = torch.Size([4])
+    index.state_dict_metadata["a"].chunks.append(second)
+    index.storage_data[type(place)("a", torch.Size([2]))] = info
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(ValueError, match=r"parts of a overlap at \(2,\)"):
+        DcpTensors(folder)
+
+
+def test_parts_without_their_index_are_told_as_that(written: Path) -> None:
+    (written / "iter_000010000" / "model" / ".metadata").unlink()
+    folder = CheckpointFolder(written)
+    assert folder.is_distributed
+    with pytest.raises(FileNotFoundError, match=r"\(\*\.distcp\) and no \.metadata, their index"):
+        load_weights(build(2), written)

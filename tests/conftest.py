@@ -60,6 +60,16 @@ def _process_as_found() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Nothing is compiled yet, and nothing that a test compiles is left to others, whose graphs it would share."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 class Since:
     """What this process has come to hold since this was made: threads and open files.
 

@@ -79,6 +79,16 @@ def test_a_run_continues_where_it_stood(run: Callable[..., dict[str, Any]], plai
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_a_run_continues_with_whole_steps_where_more_is_accumulated(
+    run: Callable[..., dict[str, Any]], plain: dict[str, Any]
+) -> None:
+    """As on half as many ranks. Three micro-batches are behind it, which is no multiple of the two of a step."""
+    run("halved", "trainer.max_steps=3")
+    found = run("halved", "data.batch_size=1", "trainer.accumulate_grad_batches=2")
+    assert [int(row["samples"]) for row in RunRecord(found["folder"]).rows()] == [2, 2, 2, 2]
+    assert found["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+
+
 def test_stock_start_up_and_image_path_train_alike(
     run: Callable[..., dict[str, Any]], plain: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -103,6 +113,7 @@ def test_recomputing_fewer_layers_trains_the_same(run: Callable[..., dict[str, A
 
 
 @pytest.mark.kernels
+@pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_rungs_train_alike(run: Callable[..., dict[str, Any]], plain: dict[str, Any]) -> None:
     for rung in (3, 4, 5):
         found = run(f"rung{rung}", f"+ladder={rung}")

@@ -167,6 +167,7 @@ def test_recomputing_changes_nothing(run: Any) -> None:
         assert (other["losses"], other["weights_digest"]) == (plain["losses"], plain["weights_digest"])
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_blocks_train_to_the_same_loss(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from models.gr00t_n17 import parallelize
 

@@ -1,7 +1,6 @@
 """Compiling in place: options, counts, failures that name their block, and equal results."""
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +10,8 @@ from torch import Tensor, nn
 from models.common import checkpointing
 from models.common.block_options import CheckpointingConfig, CompileConfig
 from models.common.compile import apply, apply_to_functions, inductor_options
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 class Block(nn.Module):
@@ -38,13 +39,6 @@ class Model(nn.Module):
 
     def tail(self, x: Tensor) -> Tensor:
         return x.square().mean()
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def step(model: Model, rows: int = 4) -> tuple[Tensor, list[Tensor]]:

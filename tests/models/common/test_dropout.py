@@ -38,6 +38,7 @@ def test_no_probability_that_pytorch_allows_fails() -> None:
     assert Dropout(1.0)(x).isfinite().all()
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("way", ["compiled", "recomputed", "both"])
 def test_gradients_are_those_of_the_mask_that_acted(way: str) -> None:
     dropout = Dropout(0.3)

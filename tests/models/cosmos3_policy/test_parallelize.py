@@ -30,6 +30,7 @@ from models.cosmos3_policy.parallelize import (
     tuned_parameters,
 )
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 CONFIG = Cosmos3PolicyConfig.tiny(num_hidden_layers=3)
 
 

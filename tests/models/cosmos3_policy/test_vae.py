@@ -41,6 +41,7 @@ def test_latents_are_the_librarys_for_any_pieces(autoencoder: nn.Module, options
     torch.testing.assert_close(latents, expected(autoencoder, clips), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_it_is_traced_whole_for_three_kinds_of_piece(
     autoencoder: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,6 @@ Dropout acts, so that a recomputation that draws anew would show. The compiler's
 what it makes of them is `test_compiled_kernels.py`'s.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from models.gr00t_n17.parallelize import (
     gradient_blocks,
 )
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 STEPS = 10
 IDS = [0, 1, 3, 5, 5, 5, 5, 4, 20, 21, 2]
 SIZES: dict[str, Any] = {
@@ -36,13 +36,6 @@ CHECKPOINTING: dict[str, dict[str, Any]] = {
     "layers": {"mode": "layers", "layers": [0]},
     "auto": {"mode": "auto", "memory_gb": 5e-4},
 }
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def make(config: dict[str, Any]) -> GR00TN17:

@@ -1,6 +1,5 @@
 """Compiled steps: one graph for backbone and head, equal results, and no new graph while prompts stay in a bucket."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,11 +25,8 @@ CONFIG = GR00TN17Config.tiny(
 
 
 @pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
+def _counted_anew(fresh_compiler: None) -> None:
     counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def make_inputs(step: int, multiple: int) -> dict[str, Any]:

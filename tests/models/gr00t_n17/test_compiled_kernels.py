@@ -3,7 +3,6 @@
 The adaptive norms' scale and shift are the pattern whose compiled backward has been wrong (pytorch issue 193061).
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,14 +15,7 @@ from models.common.compile import apply as compile_blocks
 from models.gr00t_n17.config import GR00TN17Config
 from models.gr00t_n17.layers.dit import AlternateVLDiT
 
-pytestmark = pytest.mark.kernels
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("fresh_compiler")]
 
 
 def make(dropout: float) -> AlternateVLDiT:

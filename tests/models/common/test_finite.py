@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from models.common import finite
 from models.common.finite import FiniteGuard
 
 
@@ -32,3 +33,36 @@ def test_a_row_of_such_steps_ends_the_run_and_a_good_one_breaks_the_row() -> Non
 def test_patience_of_no_step_is_refused() -> None:
     with pytest.raises(ValueError, match="patience=0"):
         FiniteGuard(0)
+
+
+class _Device(FiniteGuard):
+    """A guard of a rank whose device is late, or never is."""
+
+    def __init__(self, *, late: bool) -> None:
+        super().__init__(patience=3)
+        self.late, self.waits = late, 0
+
+    def _mark(self, bad: torch.Tensor) -> "_Device":
+        return self
+
+    def query(self) -> bool:
+        return not self.late
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+    def _check(self, lag: int) -> None:
+        super()._check(finite.LAG)
+
+
+def test_ranks_whose_devices_are_not_equally_fast_end_in_the_same_step() -> None:
+    ended = []
+    for late in (False, True):
+        guard = _Device(late=late)
+        for step in range(20):
+            try:
+                guard.repair_(gradients(float("nan")) if step >= 5 else gradients())
+            except RuntimeError:
+                ended.append((step, late, guard.waits > 0))
+                break
+    assert ended == [(9, False, False), (9, True, True)]

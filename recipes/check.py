@@ -23,14 +23,17 @@ from recipes.schema import Recipe
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")  # what Lightning knows and the data layer can feed
 
 
-def checked(name: str, overrides: list[str], *, allow_drift: bool = False) -> Recipe:
+def checked(name: str, overrides: list[str], *, allow_drift: bool = False, ranks: int | None = None) -> Recipe:
     """The recipe, after all checks.
+
+    Args:
+        ranks: that the run will have; None means those of this process.
 
     Raises:
         RecipeError: with every problem found, unknown keys and wrong types together with what does not fit together.
     """
     recipe, problems = examine(name, overrides)
-    problems += check(recipe, world_size=world_size(), told=problems)
+    problems += check(recipe, world_size=ranks or world_size(), told=problems)
     if not problems:
         problems += RunFolder(recipe.run.dir).fixed(recipe)
     if not problems and not allow_drift:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from recipes.load import RecipeError, available, examine, load, to_yaml
-from recipes.ranks import is_first, is_first_of_node, world_size
+from recipes.ranks import is_first, is_first_of_node, under_torchrun, world_size
 from recipes.run_folder import RunFolder
 
 # what the closing table shows, in this order: key of summary.json, label, format
@@ -46,7 +46,7 @@ _TABLE = (
 def main(argv: list[str] | None = None) -> NoReturn:
     """Run a command; exits with 0, 2 for problems in what was asked, or 128 + signal when stopped."""
     started_at = time.perf_counter()
-    arguments = _parser().parse_args(argv)
+    arguments = _parsed(_parser(), argv)
     logging.basicConfig(
         level=logging.INFO if is_first() else logging.WARNING,
         format="%(asctime)s %(message)s",
@@ -67,6 +67,16 @@ def main(argv: list[str] | None = None) -> NoReturn:
     sys.exit(code)
 
 
+def _parsed(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """What was asked, with overrides also behind options, where `argparse` does not look for them."""
+    arguments, behind = parser.parse_known_args(argv)
+    if behind:
+        if "overrides" not in arguments or any(item.startswith("-") for item in behind):
+            parser.error(f"unrecognized arguments: {' '.join(behind)}")
+        arguments.overrides += behind
+    return arguments
+
+
 class _Once(logging.Filter):
     """Lets every message through once."""
 
@@ -79,6 +89,12 @@ class _Once(logging.Filter):
         new = message not in self._seen
         self._seen.add(message)
         return new
+
+
+def _ranks(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks; give 1 or more")
+    return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -101,7 +117,12 @@ def _parser() -> argparse.ArgumentParser:
         if command != "show":
             sub.add_argument("--allow-drift", action="store_true", help="continue a run with a changed recipe")
             if command == "check":
-                sub.add_argument("--memory", action="store_true", help="also print the static memory by part")
+                sub.add_argument("--memory", action="store_true", help="also print the memory of a rank by part")
+                sub.add_argument(
+                    "--ranks",
+                    type=_ranks,
+                    help="that the run will have; without it and torchrun as few as the recipe says",
+                )
     text = "evaluate a run or an exported checkpoint: in its world, and beside recorded episodes"
     sub = commands.add_parser("eval", help=text, description=text)
     sub.add_argument("run", type=Path, help="run folder, or checkpoint folder in the released layout")
@@ -157,13 +178,15 @@ def _show(arguments: argparse.Namespace, started_at: float) -> int:
 
 def _check(arguments: argparse.Namespace, started_at: float) -> int:
     from recipes.check import checked
+    from recipes.family import family
 
-    recipe = checked(arguments.recipe, arguments.overrides, allow_drift=arguments.allow_drift)
-    print(f"{recipe.run.name}: no problems")
+    ranks = arguments.ranks or world_size()
+    if arguments.ranks is None and not under_torchrun():
+        ranks = examine(arguments.recipe, arguments.overrides)[0].parallel.least_ranks
+    recipe = checked(arguments.recipe, arguments.overrides, allow_drift=arguments.allow_drift, ranks=ranks)
+    print(f"{recipe.run.name}: no problems{f' on {ranks} ranks' if ranks > 1 else ''}")
     if arguments.memory:
-        from recipes.family import family
-
-        print(family(recipe).memory_table(recipe, world_size()))
+        print(family(recipe).memory_table(recipe, ranks))
     return 0
 
 

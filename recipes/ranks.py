@@ -8,6 +8,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def under_torchrun() -> bool:
+    """Whether something has said how many processes there are."""
+    return "WORLD_SIZE" in os.environ
+
+
 def ranks_per_node() -> int:
     """Ranks on this node: one for each of its devices."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

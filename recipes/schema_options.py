@@ -33,6 +33,11 @@ class ParallelConfig:
             raise ValueError(f"{replicate} x {shard} (replicate x shard) are not the {world_size} ranks of this run")
         return replicate, shard
 
+    @property
+    def least_ranks(self) -> int:
+        """The fewest ranks that both sizes, as far as they are given, allow."""
+        return max(1, self.replicate or 1) * max(1, self.shard or 1)
+
     def shards(self, world_size: int) -> int:
         """Ranks that hold one copy of what is trained; as given where the ranks do not fit."""
         try:

@@ -1,7 +1,7 @@
-"""Static memory of a training run by part: weights, gradients and optimiser state, counted from the network's shapes.
+"""Static memory of a rank in training by part: weights, gradients, optimiser state and averages, from shapes alone.
 
 Activations depend on the batch and are not in it, nor are the device's context and fragmentation. Data parallelism adds
-nothing: gradients are views into its buckets.
+nothing: gradients are views into its buckets. Sharding splits what is trained; frozen weights are whole on every rank.
 """
 
 from __future__ import annotations
@@ -32,35 +32,37 @@ PARTS = tuple(_PARTS)
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes. `weights` by part (`PARTS`); `gradients` and `optimizer` of the trained parameters, by part as well.
+    """Bytes. `weights` by part (`PARTS`); the other three of the trained parameters, by part as well.
 
     `autocast_copies` is what autocast keeps beside them from the forward pass to the end of the backward: one bfloat16
-    copy of every trained float32 weight that enters a product. It is not part of the static total.
+    copy of every trained float32 weight that enters a product; of a sharded run, where blocks are gathered and freed
+    one after the other, 0. It is not part of the static total.
     """
 
     weights: dict[str, int]
     gradients: dict[str, int]
     optimizer: dict[str, int]
+    averages: dict[str, int]
     autocast_copies: int
     parameters: int
     trained: int
 
     @property
     def static_total(self) -> int:
-        return sum(self.weights.values()) + sum(self.gradients.values()) + sum(self.optimizer.values())
+        columns = (self.weights, self.gradients, self.optimizer, self.averages)
+        return sum(sum(column.values()) for column in columns)
 
     def table(self) -> str:
         """Parts by row in GB (1e9 bytes), for people."""
-        lines = [f"{'GB':<20}{'weights':>9}{'gradients':>11}{'optimizer':>11}{'total':>8}"]
-        rows = [(part, self.weights[part], self.gradients[part], self.optimizer[part]) for part in PARTS]
-        sums = [sum(column.values()) for column in (self.weights, self.gradients, self.optimizer)]
-        for name, *values in (*rows, ("static", *sums)):
-            cells = [f"{value / 1e9:.2f}" for value in (*values, sum(values))]
-            lines.append(f"{name:<20}{cells[0]:>9}{cells[1]:>11}{cells[2]:>11}{cells[3]:>8}")
-        lines.append(
-            f"{self.parameters / 1e6:.1f} M parameters, {self.trained / 1e6:.1f} M trained; "
-            f"during a step autocast keeps {self.autocast_copies / 1e9:.2f} GB more"
-        )
+        columns = {name: getattr(self, name) for name in ("weights", "gradients", "optimizer", "averages")}
+        lines = [f"{'GB on a rank':<20}" + "".join(f"{name:>11}" for name in (*columns, "total"))]
+        rows = [(part, [column[part] for column in columns.values()]) for part in PARTS]
+        rows.append(("static", [sum(column.values()) for column in columns.values()]))
+        for name, values in rows:
+            lines.append(f"{name:<20}" + "".join(f"{value / 1e9:>11.2f}" for value in (*values, sum(values))))
+        copies = self.autocast_copies / 1e9
+        more = f"; during a step autocast keeps {copies:.2f} GB more" if self.autocast_copies else ""
+        lines.append(f"{self.parameters / 1e6:.1f} M parameters, {self.trained / 1e6:.1f} M trained{more}")
         return "\n".join(lines)
 
 
@@ -74,30 +76,45 @@ def predict(config: GR00TN17Config, *, mode: str = "stock", slots: Sequence[int]
     return measure(network)
 
 
-def measure(network: GR00TN17) -> Memory:
+def measure(network: GR00TN17, *, shard: int = 1, averaged: bool = False) -> Memory:
     """Memory of training a network as it stands: dtypes and requires_grad of its parameters, adapters included.
 
     Optimiser state per trained parameter: two float32 moments, and 16 bits more where the parameter is bfloat16.
+
+    Args:
+        shard: ranks over which what is trained is split, each tensor along its first axis.
+        averaged: whether averages of the trained weights are kept.
     """
-    weights, gradients, optimizer = (dict.fromkeys(PARTS, 0) for _ in range(3))
+    weights, gradients, optimizer, averages = (dict.fromkeys(PARTS, 0) for _ in range(4))
     copies = parameters = trained = 0
     narrow = precision.weight_dtypes(network, "bf16")
     for name, parameter in network.named_parameters():
         part = next(part for part, prefix in _PARTS.items() if name.startswith(prefix))
         count, size = parameter.numel(), parameter.element_size()
         parameters += count
-        weights[part] += count * size
         if parameter.requires_grad:
             trained += count
+            if shard == 1 and parameter.dtype == torch.float32 and narrow[name] == torch.bfloat16:
+                copies += count * 2
+            count = _largest_shard(parameter, shard)
             gradients[part] += count * size
             optimizer[part] += count * (10 if parameter.dtype == torch.bfloat16 else 8)
-            if parameter.dtype == torch.float32 and narrow[name] == torch.bfloat16:
-                copies += count * 2
+            averages[part] += count * 4 if averaged else 0
+        weights[part] += count * size
     return Memory(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
+        averages=averages,
         autocast_copies=copies,
         parameters=parameters,
         trained=trained,
     )
+
+
+def _largest_shard(parameter: torch.Tensor, shard: int) -> int:
+    """Values of a parameter on its first rank: rows are dealt in equal runs, the last of which may be short."""
+    if not parameter.dim():
+        return parameter.numel()
+    rows = parameter.shape[0]
+    return -(-rows // shard) * (parameter.numel() // max(1, rows))

@@ -53,6 +53,26 @@ def test_eval_names_options_that_do_not_go_with_what_is_there(
     assert expected in capsys.readouterr().err
 
 
+def test_a_recipe_for_many_ranks_is_checked_on_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As many ranks as it names, or as many as asked for; overrides may also stand behind the options."""
+    data = ["data.uri=/later", f"run.dir={tmp_path}", "data.generate={world: tabletop}"]
+    static = {}
+    for asked, ranks, shard in ((["parallel.shard=8"], 8, 8), (["--ranks", "32", "parallel.shard=4"], 32, 4)):
+        with pytest.raises(SystemExit) as stopped:
+            launch.main(["check", "gr00t_n17/finetune", *data, "--memory", "data.global_batch_size=64", *asked])
+        out = capsys.readouterr().out
+        assert stopped.value.code == 0
+        assert f"no problems on {ranks} ranks" in out
+        static[shard] = float(next(line for line in out.splitlines() if line.startswith("static")).split()[-1])
+    # what is trained, 16 bytes each of 1.62 G values, is split
+    assert static[4] - static[8] == pytest.approx(16 * 1.6205 / 8, abs=0.05)
+    for wrong in (["--ranks", "12", "parallel.shard=8"], ["--ranks=3", "data.global_batch_size=64"]):
+        with pytest.raises(SystemExit) as stopped:
+            launch.main(["check", "gr00t_n17/finetune", *data, *wrong])
+        assert stopped.value.code == 2
+    assert "not divisible by the 3 ranks" in capsys.readouterr().err
+
+
 def test_check_prints_the_memory_of_a_recipe_by_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = ["data.uri=/later", f"run.dir={tmp_path}", "data.generate={world: tabletop}"]
     for mode, least, most in (("stock", 32.0, 32.1), ("lean", 23.9, 24.0)):

@@ -6,7 +6,7 @@ from recipes.schema import Recipe
 
 
 def memory_table(recipe: Recipe, ranks: int = 1) -> str:
-    """Weights, gradients and optimiser state by part, as text; activations are not in it.
+    """Weights, gradients, optimiser state and averages of a rank by part, as text; activations are not in it.
 
     Of a checkpoint that lies elsewhere the released sizes are taken.
     """
@@ -26,4 +26,4 @@ def memory_table(recipe: Recipe, ranks: int = 1) -> str:
         freeze_targets(network, LoraConfig(**dataclasses.asdict(lora)))
     precision.apply(network, mode)
     note = "" if lora is None else f"\nadapters of rank {lora.rank} come on top"
-    return measure(network).table() + note
+    return measure(network, shard=recipe.parallel.shards(ranks), averaged=recipe.ema is not None).table() + note

@@ -7,7 +7,7 @@ from torch import Tensor
 from models.common.optim import OptimizerConfig, build_optimizer
 from models.gr00t_n17 import precision
 from models.gr00t_n17.config import GR00TN17Config
-from models.gr00t_n17.memory import PARTS, Memory, predict
+from models.gr00t_n17.memory import PARTS, Memory, measure, predict
 from models.gr00t_n17.network import GR00TN17
 
 GPU_24 = 24 * 2**30
@@ -41,7 +41,27 @@ def test_static_memory_at_released_size(released: dict[str, Memory]) -> None:
 def test_the_table_names_every_part_and_the_total(released: dict[str, Memory]) -> None:
     lines = released["lean"].table().splitlines()
     assert [line.split()[0] for line in lines[1:-1]] == [*PARTS, "static"]
+    assert "autocast keeps" in lines[-1]
     assert float(lines[-2].split()[-1]) == pytest.approx(released["lean"].static_total / 1e9, abs=0.01)
+
+
+def test_what_is_trained_is_split_over_a_shard_and_the_rest_is_not(released: dict[str, Memory]) -> None:
+    with torch.device("meta"):
+        network = GR00TN17(GR00TN17Config())
+    whole, split = released["stock"], measure(network, shard=8, averaged=True)
+    assert whole.averages == dict.fromkeys(PARTS, 0)
+    for part in ("vision", "token_embedding", "decoder"):
+        assert split.weights[part] == whole.weights[part]
+        assert split.averages[part] == split.gradients[part] == 0
+    for part in ("dit", "vl_adapter", "encoders"):
+        # rows that eight do not divide leave the first rank at most one more of each tensor
+        assert 1 <= split.weights[part] * 8 / whole.weights[part] < 1.01
+        assert split.averages[part] == split.gradients[part] == split.weights[part] == split.optimizer[part] / 2
+    assert split.static_total == sum(sum(c.values()) for c in (split.weights, split.gradients, split.optimizer)) + sum(
+        split.averages.values()
+    )
+    assert split.autocast_copies == 0
+    assert "autocast" not in split.table()
 
 
 def nbytes(tensors: list[Tensor]) -> int:

@@ -18,6 +18,7 @@ def local(tmp_path: Path) -> Store:
     for key, body in FILES.items():
         (tmp_path / key).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / key).write_bytes(body)
+        os.utime(tmp_path / key, ns=(1, 1))  # long ago: clocks of file systems are coarse, and a change is to be seen
     return open_store(tmp_path)
 
 

@@ -38,10 +38,9 @@ def _parallel(recipe: Recipe, ranks: int) -> list[str]:
         recipe.parallel.sizes(ranks)
     except ValueError as error:
         fitting = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
-        started = recipe.parallel.least_ranks
         problems.append(
-            f"parallel: {error}; start {started} ranks with torchrun, or a multiple where one size is null; with "
-            f"replicate null, shard can be {fitting} on {ranks}"
+            f"parallel: {error}; with replicate null, shard can be {fitting}; or start {recipe.parallel.least_ranks} "
+            "ranks with torchrun, a multiple where replicate or shard is null"
         )
     sharded = recipe.parallel.shards(ranks) > 1
     if recipe.precision == "fsdp-bf16" and not sharded:

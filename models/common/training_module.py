@@ -43,6 +43,19 @@ class Loss(NamedTuple):
     """Means of what it is made of, for the log."""
 
 
+def begin_with_a_step(checkpoint: dict[str, Any], accumulate: int) -> None:
+    """Let a run that accumulates another number of micro-batches than before begin with a whole step.
+
+    Lightning ends a step where the number of micro-batches since the start divides by that number. A checkpoint is of
+    the end of a step; counted with another number that may be in the middle of one, which would then be a short one.
+    """
+    loops = checkpoint.get("loops", {}).get("fit_loop", {})
+    done = loops.get("epoch_loop.batch_progress", {}).get("current", {})
+    if beyond := done.get("ready", 0) % accumulate:
+        for name in done:
+            done[name] += accumulate - beyond
+
+
 class TrainingModule(LightningModule):
     """Training of a built network; a model says in a subclass what its loss is, and what else it knows of a step.
 
@@ -115,6 +128,8 @@ class TrainingModule(LightningModule):
         self._frozen.leave_out(checkpoint, with_digest=self.global_rank == 0)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self._trainer is not None:
+            begin_with_a_step(checkpoint, self.trainer.accumulate_grad_batches)
         check_parts(checkpoint, self.optimizer_config)
         self._frozen.put_back(checkpoint)
         if self.ema is None:

@@ -33,11 +33,11 @@ SMALL = (
 def run(world: Path) -> Callable[..., dict[str, Any]]:
     """Train in this process under a name; gives the summary, `folder` and `losses` in it."""
 
-    def trained(name: str, *more: str) -> dict[str, Any]:
+    def trained(name: str, *more: str, allow_drift: bool = False) -> dict[str, Any]:
         folder = world / name
         gc.collect()  # a run of this process that is over lets go of its folder
         given = (f"data.uri={world / 'data'}", f"data.cache.dir={world / 'cache'}", f"run.dir={folder}")
-        summary, code = train(checked(SMOKE, [*given, *SMALL, *more]), time.perf_counter())
+        summary, code = train(checked(SMOKE, [*given, *SMALL, *more], allow_drift=allow_drift), time.perf_counter())
         assert code == 0
         assert summary is not None
         return {**summary, "folder": folder, "losses": [row["loss"] for row in RunRecord(folder).rows()]}
@@ -84,7 +84,7 @@ def test_a_run_continues_with_whole_steps_where_more_is_accumulated(
 ) -> None:
     """As on half as many ranks. Three micro-batches are behind it, which is no multiple of the two of a step."""
     run("halved", "trainer.max_steps=3")
-    found = run("halved", "data.batch_size=1", "trainer.accumulate_grad_batches=2")
+    found = run("halved", "data.batch_size=1", "trainer.accumulate_grad_batches=2", allow_drift=True)
     assert [int(row["samples"]) for row in RunRecord(found["folder"]).rows()] == [2, 2, 2, 2]
     assert found["losses"] == pytest.approx(plain["losses"], rel=1e-5)
 

@@ -1,6 +1,7 @@
 """Training options that do not go together, or would do nothing: ranks, precision, compiling, recomputing, streams."""
 
 import dataclasses
+import math
 
 from recipes.family import family
 from recipes.parse import nearest
@@ -47,6 +48,14 @@ def _parallel(recipe: Recipe, ranks: int) -> list[str]:
         problems.append(
             "precision: fsdp-bf16 is about how sharded weights are gathered, and parallel.shard is 1; give bf16-mixed, "
             "or parallel.shard above 1"
+        )
+    bucket = recipe.parallel.bucket_mb
+    if bucket is not None and not 0 < bucket < math.inf:
+        problems.append(f"parallel.bucket_mb: {bucket} is not positive and finite")
+    elif bucket is not None and sharded:
+        problems.append(
+            "parallel.bucket_mb: has no effect with parallel.shard above 1, where each block's gradients are exchanged "
+            "together; leave it out"
         )
     if sharded and recipe.compile.scope == "model":
         problems.append(

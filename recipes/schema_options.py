@@ -17,6 +17,8 @@ class ParallelConfig:
     """Copies of what is trained; null means as many as the ranks allow."""
     shard: int | None = None
     """Ranks over which a copy is sharded; null means 1, or what `replicate` leaves."""
+    bucket_mb: float | None = None
+    """MiB of gradients that DDP exchanges at a time, while the backward goes on; null means PyTorch's 25."""
 
     def sizes(self, world_size: int) -> tuple[int, int]:
         """(replicate, shard), whose product is the number of ranks.

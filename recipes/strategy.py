@@ -35,4 +35,4 @@ def build_strategy(recipe: Recipe, ranks: int | None = None) -> Strategy | Liter
     # same parameters take part in every step, which a static graph makes use of; PyTorch has none that skips the
     # reduction of the first micro-batch.
     static = recipe.trainer.accumulate_grad_batches == 1
-    return DDPStrategy(gradient_as_bucket_view=True, static_graph=static)
+    return DDPStrategy(gradient_as_bucket_view=True, static_graph=static, bucket_cap_mb=recipe.parallel.bucket_mb)

@@ -194,5 +194,8 @@ def test_the_strategy_follows_the_ranks() -> None:
     plain = load("quickstart", [])
     assert build_strategy(plain, 1) == "auto"
     assert isinstance(build_strategy(plain, 2), DDPStrategy)
+    wide = build_strategy(load("quickstart", ["parallel.bucket_mb=100"]), 2)
+    assert isinstance(wide, DDPStrategy)
+    assert wide._ddp_kwargs["bucket_cap_mb"] == 100
     with pytest.raises(ValueError, match="3 ranks"):
         build_strategy(recipe, 3)

@@ -46,6 +46,8 @@ def problems(data: Path, folder: Path, *more: str, ranks: int = 1) -> list[str]:
     [
         (["parallel.shard=3"], "parallel: 1 x 3 (replicate x shard) are not the 4 ranks of this run; with replicate"),
         (["parallel.replicate=3"], "parallel: 3 x 1 (replicate x shard) are not the 4 ranks"),
+        (["parallel.bucket_mb=0"], "parallel.bucket_mb: 0.0 is not positive"),
+        (["parallel.bucket_mb=100", "parallel.shard=2"], "parallel.bucket_mb: has no effect with parallel.shard above"),
         (["precision=fsdp-bf16"], "precision: fsdp-bf16 is about how sharded weights are gathered"),
         (["parallel.shard=2", "precision=bf16-mixed", "model.precision=bf16"], "model.precision: bf16 keeps half of"),
         (["parallel.shard=2", "compile.scope=model"], "compile.scope: model leaves no block to gather by itself"),

@@ -50,6 +50,7 @@ def evaluate_run(
     """
     from recipes.trained import load_run
 
+    _check_choice(stride, limit)
     trained = load_run(run, step=step)
     recipe = trained.recipe
     network = trained.network.to(device())
@@ -79,7 +80,16 @@ def evaluate_folder(
     Raises:
         ValueError: the folder does not know the embodiment, or the dataset lacks what it reads.
     """
+    _check_choice(stride, limit)
     return family_of(folder).evaluate_folder(folder, uri, embodiment=embodiment, stride=stride, limit=limit)
+
+
+def _check_choice(stride: int | None, limit: int | None) -> None:
+    """Raise ValueError for numbers that no evaluation has, before anything is read."""
+    given = {"stride": stride, "episodes": limit}
+    wrong = [f"--{name} {n}: give 1 or more" for name, n in given.items() if n is not None and n < 1]
+    if wrong:
+        raise ValueError("\n".join(wrong))
 
 
 def device() -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 import knonik
 from models.cosmos3_policy.policy import Policy
 from models.cosmos3_policy.sampler import Sampling
+from recipes import evaluate as entrance
 from recipes.evaluate import evaluate_folder
 from recipes.families.cosmos3_policy import evaluate
 from recipes.families.cosmos3_policy.evaluate import compare, evaluate_run
@@ -40,7 +41,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
     """The smoke recipe's network as it begins, as if a run had just saved it."""
     where = tmp_path_factory.mktemp("cosmos3")
     values = [f"data.uri={where / 'data'}", f"data.cache.dir={where / 'cache'}", f"run.dir={where / 'run'}"]
-    recipe = load("cosmos3_policy/smoke", [*values, "data.generate.layouts=2", "data.validation=0.4"])
+    recipe = load("cosmos3_policy/smoke", [*values, "data.generate.layouts=2", "data.validation=0.4", "seed=3"])
     make_dataset(recipe)
     room = family(recipe)
     (part,) = parts(recipe)
@@ -114,6 +115,7 @@ def test_an_exported_folder_acts_as_the_run(trained: TrainedRun, tmp_path: Path)
     found = evaluate_folder(folder, str(trained.recipe.data.uri), limit=1)
     assert found["episodes_compared"] == 1
     assert np.isfinite(found["action_mse"])
+    assert found == evaluate_run(trained, uri=str(trained.recipe.data.uri), stride=None, limit=1), "to the last bit"
 
 
 def test_steps_of_a_chunk_keep_their_length_on_a_faster_dataset(
@@ -127,6 +129,14 @@ def test_steps_of_a_chunk_keep_their_length_on_a_faster_dataset(
     monkeypatch.setattr(trained.processor, "settings", settings)
     found = evaluate_run(trained, uri=uri, stride=None, limit=None)
     assert found["predictions"] == sum(-(-length // 16) for length in lengths)  # 8 steps are 16 rows
+
+
+def test_numbers_that_no_evaluation_has_are_told_before_anything_is_read(tmp_path: Path) -> None:
+    told = r"--stride 0: give 1 or more\n--episodes -1: give 1 or more"
+    with pytest.raises(ValueError, match=told):
+        entrance.evaluate_run(tmp_path, stride=0, limit=-1)
+    with pytest.raises(ValueError, match=told):
+        entrance.evaluate_folder(tmp_path, "/nowhere", stride=0, limit=-1)
 
 
 def test_what_cannot_be_compared_is_told(trained: TrainedRun, arm_dataset: Path) -> None:

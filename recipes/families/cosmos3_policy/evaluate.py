@@ -13,6 +13,8 @@ from recipes.parts import parts
 from recipes.sources import held_out_part, open_part
 
 if TYPE_CHECKING:
+    import torch
+
     from knonik import Batch, Dataset
     from models.cosmos3_policy.policy import Policy
     from recipes.trained import TrainedRun
@@ -39,14 +41,34 @@ def evaluate_run(trained: "TrainedRun", *, uri: str | None, stride: int | None, 
 
 def evaluate_folder(folder: Path, uri: str, *, stride: int | None = None, limit: int | None = None) -> dict[str, Any]:
     """As `recipes.evaluate.evaluate_folder`."""
+    import knonik
+
+    with knonik.open(uri):  # what is not there is told before weights are read
+        pass
     from models.cosmos3_policy.checkpoint.export import RECIPE_FILE
     from models.cosmos3_policy.policy import Policy
 
+    file = folder / RECIPE_FILE
+    recipe = from_dict(json.loads(file.read_text())) if file.is_file() else None
     encoder = None
-    if not (folder / "vae").is_dir() and (folder / RECIPE_FILE).is_file():
+    if not (folder / "vae").is_dir() and recipe is not None:
         # a run that took its encoder from elsewhere, or a tiny one with a random encoder
-        encoder = build_vae(from_dict(json.loads((folder / RECIPE_FILE).read_text()))).to(device())
-    return _on_dataset(Policy.from_pretrained(folder, encoder=encoder, device=device()), uri, stride, limit)
+        encoder = build_vae(recipe).to(device())
+    # As a run is evaluated: with noise of its seed, and in float32 where its weights were written so.
+    seed, dtype = 0 if recipe is None else recipe.seed, _stored_dtype(folder)
+    policy = Policy.from_pretrained(folder, encoder=encoder, device=device(), dtype=dtype, seed=seed)
+    return _on_dataset(policy, uri, stride, limit)
+
+
+def _stored_dtype(folder: Path) -> "torch.dtype":
+    """float32 where most tensors of a checkpoint are, else bfloat16."""
+    import torch
+
+    from models.cosmos3_policy.checkpoint.weights import open_weights
+
+    with open_weights(folder) as stored:
+        dtypes = list(stored.dtypes.values())
+    return torch.float32 if 2 * dtypes.count(torch.float32) > len(dtypes) else torch.bfloat16
 
 
 def _on_dataset(policy: "Policy", uri: str, stride: int | None, limit: int | None) -> dict[str, Any]:
@@ -70,7 +92,7 @@ def compare(
         ValueError: the stride is longer than a chunk, or the dataset lacks a camera or column of the policy.
     """
     processor = policy.processor
-    steps = stride or processor.horizon
+    steps = processor.horizon if stride is None else stride
     if not 1 <= steps <= processor.horizon:
         raise ValueError(f"--stride {steps} is not in 1 to {processor.horizon}, the steps of a predicted chunk")
     missing = [name for name in processor.cameras if name not in dataset.cameras]

@@ -1,6 +1,9 @@
 """How many batches are made ahead, and whether the memory for them is there: asked before anything is started."""
 
 import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 _RING_BYTES = 256 << 20  # pictures of a default ring: some tenths of a second of decoding, against uneven machines
 _RING_BATCHES = (3, 16)
@@ -54,7 +57,27 @@ def _limit(ring_bytes: int | None, local_ranks: int) -> tuple[int, str]:
 
 
 def _machine_bytes() -> int:
+    """Memory of this machine, or of the container that it is a part of."""
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):  # systems that do not tell
-        return 1 << 62
+        machine = 1 << 62
+    return min([machine, *_container_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
+
+
+def _container_limits(own: Path, groups: Path) -> Iterator[int]:
+    """Bytes that the control groups of this process allow it, its own and those around it; of either version."""
+    try:
+        lines = [line.split(":", 2) for line in own.read_text().splitlines()]
+    except OSError:  # no Linux
+        return
+    for _, kinds, path in lines:
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        root, name = (groups / "memory", "memory.limit_in_bytes") if kinds else (groups, "memory.max")
+        inside = root / path.lstrip("/")
+        # From inside a container its own group often is the root of all that can be seen.
+        for folder in (inside, *inside.parents):
+            if folder.is_relative_to(root):
+                with suppress(OSError, ValueError):  # not there, or "max"
+                    yield int((folder / name).read_text())

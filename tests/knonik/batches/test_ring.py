@@ -1,7 +1,10 @@
 """What is made ahead: the default, its bound, and batches that outrun it, told with the numbers before the start."""
 
+from pathlib import Path
+
 import pytest
 
+from knonik.batches import ring
 from knonik.batches.ring import ring_size
 
 
@@ -33,6 +36,34 @@ def test_the_machines_memory_is_shared_by_its_ranks(monkeypatch: pytest.MonkeyPa
         ring_size(8, 1000, local_ranks=4)
     with pytest.raises(ValueError, match=r"5 batches made ahead are 40 samples"):
         ring_size(8, 1000, ring_batches=5)
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "expected"),
+    [
+        ("0::/\n", {"memory.max": "5000\n"}, [5000]),  # version 2, inside a container
+        ("0::/a/b\n", {"a/b/memory.max": "max\n", "a/memory.max": "7000\n"}, [7000]),
+        ("4:memory:/docker/x\n1:cpu:/\n0::/\n", {"memory/memory.limit_in_bytes": "6000\n"}, [6000]),  # version 1
+        ("1:cpu:/\n", {"memory.max": "1\n"}, []),
+        (None, {"memory.max": "1\n"}, []),
+    ],
+)
+def test_a_container_counts_with_what_it_may_use(
+    own: str | None, files: dict[str, str], expected: list[int], tmp_path: Path
+) -> None:
+    if own is not None:
+        (tmp_path / "own").write_text(own)
+    for name, content in files.items():
+        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / name).write_text(content)
+    assert list(ring._container_limits(tmp_path / "own", tmp_path / "groups")) == expected
+
+
+def test_the_smaller_of_machine_and_container_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("knonik.batches.ring._container_limits", lambda own, groups: iter([9000, 8000]))
+    assert ring._machine_bytes() == 8000
+    monkeypatch.setattr("knonik.batches.ring._container_limits", lambda own, groups: iter([1 << 63]))
+    assert 0 < ring._machine_bytes() < 1 << 62
 
 
 @pytest.mark.parametrize("wrong", [0, -1])

@@ -184,6 +184,11 @@ def _batch(recipe: Recipe, ranks: int) -> list[str]:
     nodes, per_node = recipe.trainer.num_nodes, ranks_per_node()
     if "LOCAL_WORLD_SIZE" in os.environ and nodes * per_node != ranks:
         return [f"trainer.num_nodes: {nodes} nodes of {per_node} ranks are not the {ranks} ranks that torchrun started"]
+    if nodes > ranks:  # nobody would come to the meeting that these nodes are called to
+        return [
+            f"trainer.num_nodes: {nodes} nodes need {nodes} ranks or more, and there is {ranks}: start torchrun on "
+            "every node, or give trainer.num_nodes=1"
+        ]
     if recipe.run.stage == "grounding" and ranks > 1:
         return [f"run.stage: a grounding stage runs in one process, torchrun started {ranks}"]
     per_rank, total = recipe.data.batch_size, recipe.data.global_batch_size

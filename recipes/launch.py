@@ -182,7 +182,9 @@ def _check(arguments: argparse.Namespace, started_at: float) -> int:
 
     ranks = arguments.ranks or world_size()
     if arguments.ranks is None and not under_torchrun():
-        ranks = examine(arguments.recipe, arguments.overrides)[0].parallel.least_ranks
+        told = examine(arguments.recipe, arguments.overrides)[0]
+        least = told.parallel.least_ranks
+        ranks = least * max(1, -(-told.trainer.num_nodes // least))
     recipe = checked(arguments.recipe, arguments.overrides, allow_drift=arguments.allow_drift, ranks=ranks)
     print(f"{recipe.run.name}: no problems{f' on {ranks} ranks' if ranks > 1 else ''}")
     if arguments.memory:

@@ -9,7 +9,7 @@ from recipes.build import optimizer, schedule
 from recipes.check import check, checked
 from recipes.families.cosmos3_policy import memory
 from recipes.family import family
-from recipes.load import RecipeError, examine, from_dict, load, to_dict
+from recipes.load import RecipeError, available, examine, from_dict, load, to_dict
 
 SMOKE = "cosmos3_policy/smoke"
 
@@ -118,6 +118,7 @@ def test_a_recipe_comes_back_from_its_plain_values() -> None:
         ("compile.scope=model", "compile.scope: model would compile every pack of other lengths anew"),
         ("checkpointing={mode: layers, last_k: 3}", "checkpointing.last_k: 3 is more than the blocks there are"),
         ("optimizer.lr_multipliers={heads: 5}", "optimizer.lr_multipliers.heads: cosmos3_policy has no such part"),
+        ("trainer.num_nodes=2", "trainer.num_nodes: 2 nodes need 2 ranks or more, and there is 1: start torchrun on"),
         ("schedule.warmup_steps=5", "schedule.warmup_steps: kind=linear has no warm-up"),
         ("schedule.cycle_steps=10", "schedule.cycle_steps: 10 ends before trainer.max_steps = 200"),
         ("schedule.kind=cosine", "schedule.cycle_steps: has no effect with kind=cosine"),
@@ -239,6 +240,14 @@ def test_the_rungs_differ_in_what_they_name() -> None:
     assert [rung.checkpointing.mode for rung in rungs] == ["full"] * 5 + ["layers"]
     assert rungs[5].checkpointing.layers == tuple(range(33))
     assert load(SMOKE, ["+ladder=5"]).checkpointing.layers == (0,)
+
+
+@pytest.mark.parametrize("name", [name for name in available() if name.startswith("cosmos3_policy/")])
+def test_every_recipe_can_be_rehearsed_in_one_process_without_a_download(name: str, tmp_path: Path) -> None:
+    given = ["+rehearse=cpu", f"data.uri={tmp_path / 'none'}", "data.generate=null", f"run.dir={tmp_path / 'run'}"]
+    recipe, told = examine(name, given)
+    assert [line.split(":")[0] for line in told + check(recipe, world_size=1)] == ["data.uri"]
+    assert recipe.model.weights is None
 
 
 def test_what_the_user_gives_wins_over_a_rung() -> None:

@@ -131,6 +131,11 @@ def test_packs_by_tokens_hold_what_fits(run: Callable[..., dict[str, Any]], plai
     assert min(per_step) == 1
 
 
+def test_a_budget_below_the_longest_caption_is_told_before_training(run: Callable[..., dict[str, Any]]) -> None:
+    with pytest.raises(RecipeError, match=r"data\.pack_tokens: 100 does not hold a sample of \d+ tokens, the prompt"):
+        run("short", "data.pack_tokens=100")
+
+
 def test_what_only_the_made_dataset_shows_is_told_before_training(tmp_path: Path) -> None:
     places = (f"data.uri={tmp_path / 'data'}", f"data.cache.dir={tmp_path / 'cache'}", f"run.dir={tmp_path / 'run'}")
     wrong = ("data.generate.layouts=2", "data.cameras=[observation.images.front]")

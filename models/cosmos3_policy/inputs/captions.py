@@ -59,6 +59,13 @@ class Captions:
         pieces[-1] = pieces[-1][:-1]
         return [piece for piece in pieces if piece.strip()] or [""]
 
+    def longest_first(self, texts: Sequence[str], facts: ClipFacts) -> list[str]:
+        """The prompts that these texts can have, with the most digits, those of most bytes first."""
+        steps = facts.num_steps if self._settings.idle_frames else None
+        make = PROMPTS[self._settings.prompt]
+        prompts = {make(each, facts, steps) for text in texts for each in self._paraphrases(text)}
+        return sorted(prompts, key=lambda prompt: len(prompt.encode()), reverse=True)
+
     def vocabulary(self, texts: Sequence[str], facts: ClipFacts) -> list[str]:
         """Prompts that hold every word a prompt of these texts can have; numbers are spelled in digits."""
         return [self._prompt(each, facts, 0) for text in texts for each in self._paraphrases(text)]

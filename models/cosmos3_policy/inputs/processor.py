@@ -20,6 +20,8 @@ from models.cosmos3_policy.vision.reference import compose_clip
 
 __all__ = ["Cosmos3Processor", "ProcessorConfig"]
 
+_TOKENS_AROUND = 64  # at most, of a chat's turn and of what closes it; templates have a dozen
+
 
 class Cosmos3Processor:
     """Network inputs of one robot with a fixed set of cameras, state and action columns.
@@ -205,6 +207,17 @@ class Cosmos3Processor:
         rows, prompts = self._described(batch, random=True)
         fixed = self.vision_tokens() + rows.shape[1]
         return [len(self.text.ids(prompt)) + fixed for prompt in prompts]
+
+    def beyond(self, texts: Sequence[str], budget: int) -> tuple[int, str] | None:
+        """(tokens, prompt) of a sample that a data set with these texts can have and `budget` tokens cannot hold."""
+        fixed = self.vision_tokens() + self.settings.num_frames
+        for prompt in self.captions.longest_first(texts, self.facts()):
+            # No token is less than a byte, and few are around the prompt: the rest of them fit.
+            if fixed + len(prompt.encode()) + _TOKENS_AROUND <= budget:
+                return None
+            if (tokens := fixed + len(self.text.ids(prompt))) > budget:
+                return tokens, prompt
+        return None
 
     def vision_tokens(self) -> int:
         """Latent patches of a clip."""

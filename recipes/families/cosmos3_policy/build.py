@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipes.build import device, optimizer, schedule
+from recipes.load import RecipeError
 from recipes.parse import nearest
 from recipes.schema import Recipe
 from recipes.schema_model import Cosmos3PolicyModelConfig
@@ -73,7 +74,11 @@ def processor_config(recipe: Recipe) -> "ProcessorConfig":
 
 
 def build_processor(recipe: Recipe, datasets: "list[Dataset]") -> Any:
-    """The processor of the recipe's only dataset, its tokenizer beside the weights or made of the dataset's words."""
+    """The processor of the recipe's only dataset, its tokenizer beside the weights or made of the dataset's words.
+
+    Raises:
+        RecipeError: a pack has no room for the dataset's longest caption, which only the tokenizer shows.
+    """
     from models.cosmos3_policy.inputs.processor import Cosmos3Processor
 
     (dataset,) = datasets
@@ -82,18 +87,29 @@ def build_processor(recipe: Recipe, datasets: "list[Dataset]") -> Any:
     def widths(section: str) -> dict[str, int]:
         return {name: math.prod(dataset.features[name]["shape"]) for name in batch_columns(recipe, section)}
 
-    return Cosmos3Processor.for_dataset(
+    texts = list(dataset.tasks.values())
+    processor = Cosmos3Processor.for_dataset(
         model_config(recipe),
         processor_config(recipe),
         cameras=cameras,
         state=widths("state"),
         action=widths("action"),
-        texts=list(dataset.tasks.values()),
+        texts=texts,
         checkpoint=recipe.model.weights,
         image_size=dataset.image_shape(cameras[0]),
         known=known_words(recipe),
         seed=recipe.seed,
     )
+    budget = recipe.data.pack_tokens
+    if budget is not None and (found := processor.beyond(texts, budget)) is not None:
+        tokens, prompt = found
+        raise RecipeError(
+            [
+                f"data.pack_tokens: {budget} does not hold a sample of {tokens} tokens, the prompt {prompt[-200:]!r} "
+                "among them; give more"
+            ]
+        )
+    return processor
 
 
 def known_words(recipe: Recipe) -> dict[str, int] | None:

@@ -130,6 +130,20 @@ def test_costs_are_the_tokens_of_the_step() -> None:
     assert len(set(inputs["text_lengths"])) > 1  # dropped captions are shorter
 
 
+def test_a_budget_that_the_longest_caption_breaks_is_known_before_any_batch() -> None:
+    processor = make(caption_dropout=0.0)
+    given = batch(40)
+    longest = max(processor.cost(given))
+    assert longest > min(processor.cost(given))  # of two paraphrases
+    texts = ["tidy up", TEXT]
+    for budget in (1, longest - 1):
+        tokens, prompt = processor.beyond(texts, budget) or (0, "")
+        assert tokens == longest
+        assert "put the cube away" in prompt
+    for budget in (longest, longest + 1, 10_000):
+        assert processor.beyond(texts, budget) is None
+
+
 def test_samples_do_not_depend_on_their_batch() -> None:
     processor = make()
     whole = network_inputs(processor, batch(4))

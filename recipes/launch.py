@@ -229,7 +229,7 @@ def _eval(arguments: argparse.Namespace, started_at: float) -> int:
             result = evaluate_folder(arguments.run, arguments.uri, embodiment=arguments.embodiment, **choice)
         else:
             result = evaluate_run(arguments.run, step=arguments.step, uri=arguments.uri, **choice)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:  # the last of a package that the model needs beside ours
         print(error, file=sys.stderr)
         return 2
     print(json.dumps(result, indent=2) if arguments.json else _lines(result))
@@ -242,6 +242,11 @@ def _eval_problems(arguments: argparse.Namespace) -> list[str]:
         if arguments.embodiment is not None:
             return ["--embodiment: a run knows its robot; it is for checkpoint folders"]
         return []
+    if any((arguments.run / file).is_file() for file in ("latest_checkpoint.txt", "model/.metadata", ".metadata")):
+        return [
+            f"{arguments.run} is a distributed checkpoint: a training starts from it (model.weights), eval reads the "
+            "released layout; export the run without --layout framework"
+        ]
     if not any((arguments.run / file).is_file() for file in ("config.json", "transformer/config.json")):
         return [f"{arguments.run} is neither a run folder (no recipe.json) nor a checkpoint folder (no config.json)"]
     problems = []

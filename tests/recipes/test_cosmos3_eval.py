@@ -18,6 +18,7 @@ from recipes.evaluate import evaluate_folder
 from recipes.families.cosmos3_policy import evaluate
 from recipes.families.cosmos3_policy.evaluate import compare, evaluate_run
 from recipes.family import family
+from recipes.launch import main
 from recipes.load import load, to_dict
 from recipes.parts import parts
 from recipes.sources import open_part
@@ -137,6 +138,24 @@ def test_numbers_that_no_evaluation_has_are_told_before_anything_is_read(tmp_pat
         entrance.evaluate_run(tmp_path, stride=0, limit=-1)
     with pytest.raises(ValueError, match=told):
         entrance.evaluate_folder(tmp_path, "/nowhere", stride=0, limit=-1)
+
+
+@pytest.mark.parametrize("kind", ["without a package", "distributed", "distributed iteration"])
+def test_what_cannot_be_evaluated_is_one_line(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lacking(*_: object, **__: object) -> None:
+        raise ImportError("the video encoder needs Diffusers")
+
+    monkeypatch.setattr(entrance, "evaluate_folder", lacking)
+    file = {"distributed": "latest_checkpoint.txt", "distributed iteration": "model/.metadata"}.get(kind, "config.json")
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("{}")
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", str(tmp_path), "--uri", "/data"])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ("needs Diffusers" if kind == "without a package" else "is a distributed checkpoint: a training st") in line
 
 
 def test_what_cannot_be_compared_is_told(trained: TrainedRun, arm_dataset: Path) -> None:

@@ -16,7 +16,7 @@ from models.cosmos3_policy.config import Cosmos3PolicyConfig
 from models.cosmos3_policy.vae_flops import vae_flops
 from models.cosmos3_policy.vision.canvas import latent_frames
 
-MISSING = "the video encoder needs Diffusers: pip install 'robot-recipes[cosmos3]'"
+MISSING = "the video encoder needs Diffusers: install the extra: pip install -e '.[cosmos3]'"
 
 TINY = {
     "base_dim": 8,

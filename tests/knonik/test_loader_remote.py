@@ -101,6 +101,7 @@ def test_a_store_that_does_not_answer_makes_no_sample_bad(remote: Remote) -> Non
 
 def test_a_loader_closed_by_its_own_transform_ends(remote: Remote) -> None:
     dataset, _ = remote()
+    before = set(threading.enumerate())
     loader: Loader
 
     def give_up(batch: knonik.Batch) -> dict[str, torch.Tensor]:
@@ -110,7 +111,7 @@ def test_a_loader_closed_by_its_own_transform_ends(remote: Remote) -> None:
     loader = Loader(dataset, batch_size=4, disk_bytes=0, transform=give_up)
     with pytest.raises(LoaderError, match="closed"):
         next(loader), next(loader)
-    for thread in threading.enumerate():
+    for thread in set(threading.enumerate()) - before:
         if thread.name.startswith("knonik"):
             thread.join(timeout=60)
             assert not thread.is_alive(), thread.name

@@ -168,8 +168,14 @@ def _schedule(recipe: Recipe) -> list[str]:
         problems.append(f"schedule.warmup_ratio: {schedule.warmup_ratio} is not in [0, 1)")
     if schedule.warmup_steps is not None and not 0 <= schedule.warmup_steps < steps:
         problems.append(f"schedule.warmup_steps: {schedule.warmup_steps} is not below trainer.max_steps = {steps}")
-    if schedule.kind == "linear" and (schedule.warmup_steps or schedule.warmup_ratio != type(schedule).warmup_ratio):
-        problems.append("schedule.warmup_steps: kind=linear has no warm-up; leave warmup_steps and warmup_ratio out")
+    if schedule.kind == "linear":
+        given = {"warmup_steps": schedule.warmup_steps, "warmup_ratio": schedule.warmup_ratio}
+        idle = {"warmup_steps": (None, 0), "warmup_ratio": (type(schedule).warmup_ratio,)}
+        problems += [
+            f"schedule.{name}: kind=linear has no warm-up; leave warmup_steps and warmup_ratio out"
+            for name, value in given.items()
+            if value not in idle[name]
+        ]
     if schedule.kind != "linear" and schedule.cycle_steps is not None:
         problems.append(f"schedule.cycle_steps: has no effect with kind={schedule.kind}; give kind=linear, or null")
     elif schedule.cycle_steps is not None and schedule.cycle_steps < steps:

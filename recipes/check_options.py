@@ -7,6 +7,7 @@ from recipes.family import family
 from recipes.parse import nearest
 from recipes.schema import Recipe
 
+_FUSION = "triton.mix_order_reduction"
 _OF_POLICY_TRAINING = ("parallel", "compile", "checkpointing", "lookahead", "graphs", "ema")
 
 
@@ -80,7 +81,10 @@ def _graphs(recipe: Recipe) -> list[str]:
 
 def _compile(recipe: Recipe) -> list[str]:
     """Unknown inductor options; only a recipe that names some has to wait for the library that knows them."""
-    if recipe.compile.scope == "none" or not set(recipe.compile.inductor) - {"triton.mix_order_reduction"}:
+    fusion = recipe.compile.inductor.get(_FUSION, False)
+    if not isinstance(fusion, bool):
+        return [f"compile.inductor.{_FUSION}: {fusion!r} is neither true nor false"]
+    if recipe.compile.scope == "none" or not set(recipe.compile.inductor) - {_FUSION}:
         return []
     from models.common.compile import inductor_options
 

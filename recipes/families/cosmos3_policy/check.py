@@ -78,6 +78,8 @@ def option_problems(recipe: Recipe, ranks: int) -> list[str]:
         problems.append(f"graphs: {recipe.graphs} is of models whose batches have one shape; give none")
     if recipe.compile.scope == "model":
         problems.append("compile.scope: model would compile every pack of other lengths anew; give blocks")
+    if recipe.compile.scope == "blocks" and recipe.compile.dynamic is False:
+        problems.append("compile.dynamic: false would compile every pack of other lengths anew; give true")
     if recipe.compile.scope != "none" and recipe.compile.mode in ("reduce-overhead", "max-autotune"):
         problems.append(
             f"compile.mode: {recipe.compile.mode} captures CUDA graphs, which packs of changing lengths do not allow; "

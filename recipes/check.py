@@ -4,6 +4,7 @@ Nothing here touches a process group or a device. A dataset is opened, which rea
 index yet, the headers of its videos.
 """
 
+import dataclasses
 import math
 import os
 import re
@@ -68,6 +69,12 @@ def check(recipe: Recipe, *, world_size: int, told: list[str] | None = None) -> 
         found = [*_batch(recipe, world_size), *_run_folder(recipe), *validation_problems(recipe)]
         return [line for line in found if not _told(line, reported)]
     own = family(recipe)
+    refused = [line for line in own.data_problems(recipe, world_size) if line.startswith("data.mixture:")]
+    if refused and recipe.data.mixture is not None:
+        # What is refused as a whole has no problems of its own; the rest is looked at as if it were not there.
+        recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, mixture=None))
+        reported |= set() if recipe.data.uri else {"data.uri"}
+        return refused + [line for line in check(recipe, world_size=world_size, told=told) if not _told(line, reported)]
     problems = [*_values(recipe), *_batch(recipe, world_size), *own.model_problems(recipe), *_run_folder(recipe)]
     problems += own.data_problems(recipe, world_size)
     problems += option_problems(recipe, world_size)

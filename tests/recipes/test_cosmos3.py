@@ -141,6 +141,7 @@ def test_each_problem_names_its_key(world: Path, tmp_path: Path, given: str, exp
         "data.action=[timestamp]",
         "data.horizon=-4",
         "data.horizon=1000",
+        "data.mixture=[{uri: /a}, {uri: /b, weight: 0}]",
     ],
 )
 def test_one_mistake_is_one_line(world: Path, tmp_path: Path, given: str) -> None:

@@ -80,8 +80,8 @@ class Ones:
             yield batch
 
 
-def measured(folder: Path) -> list[Callback]:
-    """All that a run measures with."""
+def measured(folder: Path, row_s: float) -> list[Callback]:
+    """All that a run measures with; a row is written about every `row_s` seconds."""
     clock, record = StepClock(time.perf_counter()), RunRecord(folder)
     record.resume_at(0)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -89,10 +89,8 @@ def measured(folder: Path) -> list[Callback]:
     stages = {name: {"busy_s": 1.0, "starved_s": 1.0, "blocked_s": 1.0, "items": 1.0} for name in ("fetch", "decode")}
     verdict = Verdict(ranks, mfu, host, memory, lambda: stages)
     gauges = Gauges(lambda: {f"gauge_{number}": float(number) for number in range(40)}, lambda: stages)
-    metrics = Metrics(
-        clock, [DataWait(), Throughput(10**6), ranks, mfu, memory, host, gauges, verdict], record, verdict
-    )
-    return [clock, metrics, Progress(metrics, every_s=0.0)]
+    meters = [DataWait(), Throughput(10**6), ranks, mfu, memory, host, gauges, verdict]
+    return [clock, Metrics(clock, meters, record, verdict, Progress(every_s=row_s))]
 
 
 def train(callbacks: list[Callback], folder: Path, options: argparse.Namespace, products: int) -> tuple[float, float]:
@@ -134,7 +132,8 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
             for name in ("with", "without") if number % 2 else ("without", "with"):
                 where = Path(folder) / f"{number}-{name}"
                 where.mkdir()
-                pair[name] = train(measured(where) if name == "with" else [], where, options, products)
+                row_s = options.step_ms * options.every / 1000
+                pair[name] = train(measured(where, row_s) if name == "with" else [], where, options, products)
             pairs.append(pair)
     wall = [pair["with"][0] - pair["without"][0] for pair in pairs]
     cpu = [pair["with"][1] - pair["without"][1] for pair in pairs]

@@ -97,13 +97,16 @@ class Host:
     """Meter of the cores and the memory of rank 0's host: its own process with the processes it started.
 
     Looking for those and for the proportional set takes long where there are many threads or much is mapped. It is done
-    at the start, at the end, and between no more often than its own time allows: one part in `EASE` of the run.
+    at the start, at the end, and between no more often than its own time allows: one part in `EASE` of the run. All of
+    it is looked at no more than once in `every_s` seconds; between, the last figures stand.
     """
 
     EASE = 2000
 
-    def __init__(self, cores: Cores | None = None) -> None:
+    def __init__(self, cores: Cores | None = None, every_s: float = 1.0) -> None:
         self._cores = cores or Cores()
+        self._every_s = every_s
+        self._shown: dict[str, float] = {}
         self._share_s = 0.0
         self._seconds = 0.0
         self._tree: list[int] = []
@@ -114,8 +117,10 @@ class Host:
         self._began = time.perf_counter()
 
     def measure(self, window: Window) -> dict[str, float]:
-        metrics = {}
         now = time.perf_counter()
+        if self._shown and now - self._began < self._every_s:
+            return self._shown
+        metrics = {}
         frac = self._cores.busy_frac()
         if frac is not None:
             metrics["host/cpu_frac"] = frac
@@ -129,6 +134,7 @@ class Host:
         if self._pss:
             metrics["mem/pss_gib"] = self._pss / GIB
             self._pss = 0
+        self._shown = metrics
         return metrics
 
     @property

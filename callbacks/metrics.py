@@ -4,17 +4,20 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
+from lightning.pytorch import LightningModule, Trainer
 
+from callbacks.progress import Progress
 from callbacks.run_record import RunRecord
 from callbacks.step_clock import StepClock
+from callbacks.step_hooks import StepCallback
 from callbacks.verdict import Verdict
 from callbacks.window import Meter, Window, gather, joined, of_slowest_rank
 
 logger = logging.getLogger(__name__)
 
 
-class Metrics(Callback):
+class Metrics(StepCallback):
     """Logs the meters' metrics every `log_every_n_steps` optimizer steps and at the end of training.
 
     The device is synchronised once per interval, never per step. At the end rank 0 says what limited the run.
@@ -25,12 +28,18 @@ class Metrics(Callback):
     """
 
     def __init__(
-        self, clock: StepClock, meters: Sequence[Meter], record: RunRecord, verdict: Verdict | None = None
+        self,
+        clock: StepClock,
+        meters: Sequence[Meter],
+        record: RunRecord,
+        verdict: Verdict | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self.clock = clock
         self.meters = meters
         self.record = record
         self.verdict = verdict
+        self.progress = progress
         self.latest: dict[str, float] = {}
         self._first_batch_known = False
         self._held: list[Window] = []  # recorded, not yet measured
@@ -42,9 +51,22 @@ class Metrics(Callback):
 
         def with_row(metrics: dict[str, Any], step: int | None = None) -> None:
             row, self._row = self._row, {}
-            log_metrics({**metrics, **row}, step=step)
+            if not row:
+                log_metrics(metrics, step=step)
+                return
+            # What Lightning does there, but it looks for tensors among all values, and a row has none.
+            connector._logged_metrics.update(metrics, **row)
+            values = {"epoch": trainer.current_epoch, **convert_tensors_to_scalars(metrics), **row}
+            at = trainer.fit_loop.epoch_loop._batches_that_stepped if step is None else step
+            for log in trainer.loggers:
+                log.log_metrics(values, step=at)
+                log.save()
 
         connector.log_metrics = with_row
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.progress is not None:
+            self.progress.begin(trainer.global_step)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -53,6 +75,8 @@ class Metrics(Callback):
         if self.clock.steps and trainer.global_step % every == 0:
             # Lightning writes what the module logged right after this hook
             self._row = self.flush(trainer, pl_module)
+        if self.progress is not None:
+            self.progress.show(trainer, self.latest, self.verdict)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._write_row(trainer)

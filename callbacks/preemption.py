@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
+
+from callbacks.step_hooks import StepCallback
 
 logger = logging.getLogger(__name__)
 
 
-class Preemption(Callback):
+class Preemption(StepCallback):
     """Stops training cleanly when the scheduler or the user asks for it; a second Ctrl-C stops at once.
 
     Args:

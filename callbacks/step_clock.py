@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
 from callbacks.device_time import DeviceTime, Span
 from callbacks.listener import CompileWatch, Listener
 from callbacks.peer_wait import PeerWait
+from callbacks.step_hooks import StepCallback
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ def batch_length(batch: Any) -> int:
     return len(batch)
 
 
-class StepClock(Callback):
+class StepClock(StepCallback):
     """Times every optimizer step; put it first in the list of callbacks.
 
     Args:
@@ -152,7 +153,8 @@ class StepClock(Callback):
         self._losses.append(loss.detach())
         self._flops += int(getattr(pl_module, "step_flops", 0))
         self._recompute_flops += int(getattr(pl_module, "step_recompute_flops", 0))
-        if trainer.global_step == self._step_before:
+        step = trainer.global_step
+        if step == self._step_before:
             return  # a micro-batch of a step that is still accumulating
         now = time.perf_counter()
         # Lightning divides the returned loss by the number of micro-batches, so their sum is the step's mean
@@ -162,7 +164,7 @@ class StepClock(Callback):
         peer_wait_s, peer_spans = self._peers.take() if self._peers is not None else (0.0, [])
         self.steps.append(
             Step(
-                index=trainer.global_step,
+                index=step,
                 wait_s=self._wait_s,
                 step_s=now - self._cycle_started - sum(excluded.values()),
                 samples=self._samples,
@@ -178,7 +180,7 @@ class StepClock(Callback):
         )
         self._spans.append((self._idle_spans, peer_spans))
         self._cycle_started = now
-        self._step_before = trainer.global_step
+        self._step_before = step
         self._warm_up = False
         self._wait_s, self._samples, self._flops, self._recompute_flops = 0.0, 0, 0, 0
         self._losses, self._weights, self._idle_spans = [], [], []
@@ -212,5 +214,7 @@ class StepClock(Callback):
 
     def _with_device_time(self, step: Step, spans: tuple[list[Span], list[Span]]) -> Step:
         idle, peers = (self._device_time.seconds(of) for of in spans)
+        if idle is None and peers is None:
+            return step
         # on a GPU the host runs ahead: only the device knows how long it waited for the others
         return replace(step, device_idle_s=idle, peer_wait_s=step.peer_wait_s if peers is None else peers)

@@ -11,16 +11,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
 from callbacks.step_clock import StepClock
+from callbacks.step_hooks import StepCallback
 
 logger = logging.getLogger(__name__)
 
 LOSS = "val/loss"
 
 
-class Validation(Callback):
+class Validation(StepCallback):
     """Calls `measure` on every rank and hands its metrics to every logger.
 
     Args:

@@ -80,7 +80,7 @@ def joined(windows: Sequence[Window]) -> Window:
     )
 
 
-# What a step says of itself in the collective, in this order; loss and weight follow.
+# What a step says of itself in the collective; its loss and, where the module gives one, the weight of that follow.
 _TIMES = ("wait_s", "step_s", "peer_wait_s", "compile_s", "pause_s")
 _COUNTS = ("samples", "flops", "recompute_flops")
 
@@ -99,43 +99,72 @@ def gather(steps: Sequence[Step], device: torch.device) -> Window:
 
     One collective of a few numbers per step and one device synchronisation (for the losses) per call.
     """
-    losses = torch.stack([step.loss for step in steps]).to(device, torch.float64)
-    names = (*_TIMES, *_COUNTS)
-    rows = [
-        [*(getattr(s, name) for name in names), math.nan if s.device_idle_s is None else s.device_idle_s, s.warm_up]
-        for s in steps
-    ]
     given = [step.loss_weight for step in steps if step.loss_weight is not None]
     assert len(given) in (0, len(steps)), "a module gives a weight in every step or in none"
-    weights = torch.stack(given).to(device, torch.float64) if given else torch.ones_like(losses)
-    table = torch.tensor(rows, dtype=torch.float64).to(device)
-    local = torch.cat([table, losses.unsqueeze(1), weights.unsqueeze(1)], dim=1)  # [steps, columns]
+    losses = torch.stack([*(step.loss for step in steps), *given]).to(device, torch.float64).view(-1, len(steps))
     world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if world_size == 1:
-        ranks = local.unsqueeze(0)
-    else:
-        parts = [torch.empty_like(local) for _ in range(world_size)]
-        dist.all_gather(parts, local)
-        ranks = torch.stack(parts)  # [ranks, steps, columns]
+        return _of_one_rank(steps, losses[0].tolist())
+    table = torch.tensor([_of_step(step) for step in steps], dtype=torch.float64, device=device)
+    local = torch.cat([table, losses.T], dim=1)
+    parts = [torch.empty_like(local) for _ in range(world_size)]
+    dist.all_gather(parts, local)
+    ranks = torch.stack(parts).cpu().numpy()  # [ranks, steps, columns]
     # numpy from here on: a reduction of PyTorch's wakes its thread pool, which took a millisecond for each of these
-    values = np.moveaxis(ranks.cpu().numpy(), 2, 0)
-    columns = dict(zip((*names, "device_idle_s", "warm_up", "loss", "weight"), values, strict=True))
-    most = {name: columns[name].max(axis=0).tolist() for name in (*_TIMES, "device_idle_s", "warm_up")}  # NaN wins
-    totals = {name: [int(value) for value in columns[name].sum(axis=0)] for name in _COUNTS}
-    weight = columns["weight"]
+    names = (*_TIMES, *_COUNTS, "device_idle_s", "warm_up")
+    most = dict(zip(names, ranks.max(axis=0).T.tolist(), strict=False))  # NaN wins
+    totals = dict(zip(names, ranks.sum(axis=0).T.tolist(), strict=False))
+    waits, steps_s, peer_waits = (ranks[:, :, names.index(name)].T for name in ("wait_s", "step_s", "peer_wait_s"))
+    loss = ranks[:, :, len(names)]
+    weight = ranks[:, :, len(names) + 1] if given else np.ones_like(loss)
     return Window(
         index=[step.index for step in steps],
-        loss=((columns["loss"] * weight).sum(axis=0) / weight.sum(axis=0)).tolist(),
+        loss=((loss * weight).sum(axis=0) / weight.sum(axis=0)).tolist(),
         step_s=most["step_s"],
         wait_s=most["wait_s"],
-        slowest_rank=columns["wait_s"].argmax(axis=0).tolist(),
-        **totals,
+        slowest_rank=waits.argmax(axis=1).tolist(),
+        samples=[*map(int, totals["samples"])],
+        flops=[*map(int, totals["flops"])],
+        recompute_flops=[*map(int, totals["recompute_flops"])],
         world_size=world_size,
         device_idle_s=most["device_idle_s"],
         compile_s=most["compile_s"],
         pause_s=most["pause_s"],
-        warm_up=[bool(value) for value in most["warm_up"]],
-        waits_of_ranks=columns["wait_s"].T.tolist(),
-        peer_waits_of_ranks=columns["peer_wait_s"].T.tolist(),
-        steps_of_ranks=columns["step_s"].T.tolist(),
+        warm_up=[*map(bool, most["warm_up"])],
+        waits_of_ranks=waits.tolist(),
+        peer_waits_of_ranks=peer_waits.tolist(),
+        steps_of_ranks=steps_s.tolist(),
     )
+
+
+def _of_one_rank(steps: Sequence[Step], losses: list[float]) -> Window:
+    """The window where there is nobody to gather from."""
+    waits, times = [step.wait_s for step in steps], [step.step_s for step in steps]
+    return Window(
+        index=[step.index for step in steps],
+        loss=losses,
+        step_s=times,
+        wait_s=waits,
+        slowest_rank=[0] * len(steps),
+        samples=[step.samples for step in steps],
+        flops=[step.flops for step in steps],
+        recompute_flops=[step.recompute_flops for step in steps],
+        world_size=1,
+        device_idle_s=[math.nan if step.device_idle_s is None else step.device_idle_s for step in steps],
+        compile_s=[step.compile_s for step in steps],
+        pause_s=[step.pause_s for step in steps],
+        warm_up=[step.warm_up for step in steps],
+        waits_of_ranks=[[wait] for wait in waits],
+        peer_waits_of_ranks=[[step.peer_wait_s] for step in steps],
+        steps_of_ranks=[[seconds] for seconds in times],
+    )
+
+
+def _of_step(step: Step) -> list[float]:
+    """What a step says of itself beside its loss: `_TIMES`, `_COUNTS`, the device's idle time, whether a warm-up."""
+    return [
+        *(getattr(step, name) for name in _TIMES),
+        *(getattr(step, name) for name in _COUNTS),
+        math.nan if step.device_idle_s is None else step.device_idle_s,
+        step.warm_up,
+    ]

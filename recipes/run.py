@@ -97,14 +97,16 @@ class Run:
         self.ranks, self.host = RankTimes(), Host()
         self.verdict = Verdict(self.ranks, self.mfu, self.host, self.memory, stages)
         meters: list[Meter] = [self.data_wait, self.throughput, self.ranks, self.mfu, self.memory, self.host]
-        self.metrics = Metrics(clock, [*meters, Gauges(gauges, stages), self.verdict], self.record, self.verdict)
+        self.metrics = Metrics(
+            clock, [*meters, Gauges(gauges, stages), self.verdict], self.record, self.verdict, Progress()
+        )
         # the clock stops before anything else runs; a signal is acted upon after the checkpoint that may be due
         callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
-        callbacks[:0] = [clock, self.metrics, Progress(self.metrics)]
+        callbacks[:0] = [clock, self.metrics]
         self.validation: Validation | None = None
         if measure is not None and recipe.validation is not None:
             self.validation = Validation(clock, measure, recipe.validation.every_n_steps)
-            callbacks.insert(3, self.validation)  # before the checkpoint of its step, which then holds the result
+            callbacks.insert(2, self.validation)  # before the checkpoint of its step, which then holds the result
         if self.preemption is not None:
             callbacks.append(self.preemption)
 

@@ -118,7 +118,7 @@ def test_the_proportional_set_is_read_as_seldom_as_it_is_slow(monkeypatch: pytes
     monkeypatch.setattr("callbacks.host.time.perf_counter", lambda: now[0])
     monkeypatch.setattr("callbacks.host.proportional_bytes", slow)
     monkeypatch.setattr("callbacks.host.process_tree", lambda process: [process])
-    host = Host()
+    host = Host(every_s=0.0)
     seen: list[dict[str, float]] = []
     for _ in range(500):
         seen.append(host.measure(Window([1], [1.0], [1.0], [0.0], [0], [1], [0], 1)))

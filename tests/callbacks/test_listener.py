@@ -12,6 +12,7 @@ from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from callbacks.device_time import DeviceTime
 from callbacks.listener import EXCLUDED, FETCH, Listener
 from callbacks.step_clock import StepClock
+from callbacks.step_hooks import STEP_HOOKS, StepCallback
 
 
 class Line(LightningModule):
@@ -62,6 +63,22 @@ def test_what_a_step_must_not_count_is_heard(inner: type[Profiler]) -> None:
     with listener.profile(FETCH):
         pass
     assert len(listener.fetch_s) == 1
+
+
+def test_a_callback_is_not_called_for_what_it_does_not_do() -> None:
+    class Ends(StepCallback):
+        def on_train_batch_end(self, *args: object) -> None:
+            pass
+
+    called = {hook for hook in STEP_HOOKS if callable(getattr(Ends(), hook))}
+    assert called == {"on_train_batch_end"}
+    assert callable(Ends().on_save_checkpoint), "called without asking"
+
+    class More(Ends):
+        def on_before_backward(self, *args: object) -> None:
+            pass
+
+    assert {hook for hook in STEP_HOOKS if callable(getattr(More(), hook))} == {*called, "on_before_backward"}
 
 
 def test_a_profiler_of_the_user_hears_every_action(tmp_path: Path) -> None:

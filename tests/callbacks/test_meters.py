@@ -1,12 +1,14 @@
 """Meters on windows whose figures can be worked out by hand."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from callbacks.data_wait import DataWait, quantile
+from callbacks.data_wait import DataWait, Tail
 from callbacks.mfu import Mfu
 from callbacks.progress import duration
 from callbacks.run_record import RunRecord
@@ -45,12 +47,32 @@ def test_nobody_is_blamed_without_a_wait() -> None:
     assert "time/data_wait_slowest_rank" not in DataWait().measure(window(waits=(0.0, 0.0001)))
 
 
+def tail(values: Iterable[float]) -> Tail:
+    found = Tail()
+    found.add(values)
+    return found
+
+
 def test_quantile_is_a_measured_value() -> None:
-    values = [float(i) for i in range(1, 101)]
-    assert quantile(values, 0.99) == 99.0
-    assert quantile(values, 0.5) == 50.0
-    assert quantile([3.0], 0.99) == 3.0
-    assert quantile([], 0.5) == 0.0
+    values = tail(float(i) for i in range(1, 101))
+    assert values.quantile(0.99) == 99.0
+    assert values.quantile(0.5) == 50.0
+    assert values.quantile(1.0) == 100.0
+    assert tail([3.0]).quantile(0.99) == 3.0
+    assert tail([]).quantile(0.5) == 0.0
+
+
+def test_a_tail_is_that_of_all_values_in_whatever_order_they_came() -> None:
+    values = np.random.default_rng(0).exponential(size=1000).round(2).tolist()
+    one, other = tail(values), tail(values[:300])
+    other.restore(values[300:900])
+    other.add(values[900:])
+    ordered = sorted(values)
+    for found in (one, other):
+        assert len(found) == 1000
+        assert [found.quantile(q) for q in (0.001, 0.5, 0.99)] == [ordered[0], ordered[499], ordered[989]]
+        assert found.above(1.0) == sum(value > 1.0 for value in values)
+        assert found.total == pytest.approx(sum(values))
 
 
 def test_throughput_counts_all_ranks() -> None:

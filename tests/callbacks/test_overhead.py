@@ -108,10 +108,10 @@ def test_nothing_is_read_from_the_device_between_two_rows(tmp_path: Path, monkey
     ranks, mfu, host, memory = RankTimes(), Mfu(CPU, "bf16-mixed", 1.0), Host(), Memory(CPU)
     verdict = Verdict(ranks, mfu, host, memory)
     meters = [DataWait(), Throughput(100), ranks, mfu, memory, host, Gauges(dict), verdict]
-    metrics = Metrics(clock, meters, record, verdict)
+    metrics = Metrics(clock, meters, record, verdict, Progress(every_s=0.0))
     Mark.trainer = trainer = Trainer(
         accelerator="cpu", max_steps=STEPS, accumulate_grad_batches=MICRO_BATCHES, log_every_n_steps=EVERY,
-        callbacks=[clock, Peers(clock), metrics, Progress(metrics, every_s=0.0), Preemption(lambda trainer: None)],
+        callbacks=[clock, Peers(clock), metrics, Preemption(lambda trainer: None)],
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         default_root_dir=tmp_path,
     )  # fmt: skip

@@ -306,9 +306,9 @@ class Loader:
 
     def close(self) -> None:
         """Join all threads and let go of the columns; the dataset stays open."""
+        self._closed = True  # at once: a transform may close it while another thread asks for a batch
         self._stop()
         self._gather.close()
-        self._closed = True
 
     def __enter__(self) -> "Loader":
         return self
@@ -332,7 +332,7 @@ class Loader:
             )
             finish = Finish(self._gather, self._specs, self._transform)
             local = all(dataset.store.is_local for dataset, _ in self._parts)
-            self._pipeline = Pipeline(
+            pipeline = Pipeline(
                 self._planner,
                 self._pictures(parts),
                 begin=self._position,
@@ -351,7 +351,10 @@ class Loader:
             )
             # The threads hold the pipeline and never the loader, so a forgotten loader is collected and stops them; the
             # same call runs when the interpreter ends.
-            self._finalizer = weakref.finalize(self, self._pipeline.close)
+            self._finalizer = weakref.finalize(self, pipeline.close)
+            self._pipeline = pipeline
+            pipeline.start()  # last: its first batch may close this loader
+            return pipeline
         return self._pipeline
 
     def _pictures(self, parts: Sequence[OpenPart]) -> Pictures:

@@ -31,7 +31,7 @@ def workspace(entity: str, project: str) -> Any:
         import wandb_workspaces.reports.v2 as reports
         import wandb_workspaces.workspaces as workspaces
     except ImportError as error:
-        extra = "pip install 'robot-recipes[dashboard]'"
+        extra = "install the extra: pip install -e '.[dashboard]'"
         raise ValueError(f"a saved view is made by wandb-workspaces, which is not installed: {extra}") from error
     values = panels()
     return workspaces.Workspace(

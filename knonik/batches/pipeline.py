@@ -81,7 +81,7 @@ class _Work:
 
 
 class Pipeline:
-    """Makes batches from a global position on, in order, until closed.
+    """Makes batches from a global position on, in order, from `start` until `close`.
 
     Args:
         planner: says what each batch holds.
@@ -145,6 +145,9 @@ class Pipeline:
         self._planning = threading.Thread(target=self._plan, name="knonik-plan", daemon=True)
         self._assembler = threading.Thread(target=self._assemble, name="knonik-assemble", daemon=True)
         self._threads = (self._planning, *self._decoders, self._assembler)
+
+    def start(self) -> None:
+        """Begin to make batches."""
         for thread in self._threads:
             thread.start()
 
@@ -179,7 +182,8 @@ class Pipeline:
         if (work := self._waits_for) is not None:
             work.done.set()
         for thread in self._threads:
-            thread.join()
+            if thread.ident is not None:  # it was started
+                thread.join()
         self._pictures.close()  # now: a thread at work may be using any of its files
         self._handoff.close()
         self._buffers.close()

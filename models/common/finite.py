@@ -78,7 +78,7 @@ class FiniteGuard:
         # Hardly ever true. All that was asked of the device since is still before it when this returns.
         if mark is not None and not mark.query():
             mark.synchronize()
-        streak = int(seen)
+        streak = int(seen.numpy())  # on the host by now, and no read of a device's value
         if streak >= self.patience:
             raise RuntimeError(
                 f"the gradients of the last {streak} steps held infinities or values that are no numbers: lower "

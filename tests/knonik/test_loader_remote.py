@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import knonik
+from knonik.batches.pipeline import Pipeline
 from knonik.loader import Loader, LoaderError
 from knonik.stores.base import StoreUnavailable
 
@@ -99,15 +100,22 @@ def test_a_store_that_does_not_answer_makes_no_sample_bad(remote: Remote) -> Non
         assert not loader.bad_samples
 
 
-def test_a_loader_closed_by_its_own_transform_ends(remote: Remote) -> None:
+@pytest.mark.parametrize("late", [False, True], ids=["", "before the consumer has gone on"])
+def test_a_loader_closed_by_its_own_transform_ends(remote: Remote, monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
     dataset, _ = remote()
-    before = set(threading.enumerate())
+    before, closed = set(threading.enumerate()), threading.Event()
     loader: Loader
 
     def give_up(batch: knonik.Batch) -> dict[str, torch.Tensor]:
         loader.close()
+        closed.set()
         return {}
 
+    def start(pipeline: Pipeline, start: Callable[[Pipeline], None] = Pipeline.start) -> None:
+        start(pipeline)
+        assert not late or closed.wait(60)
+
+    monkeypatch.setattr(Pipeline, "start", start)
     loader = Loader(dataset, batch_size=4, disk_bytes=0, transform=give_up)
     with pytest.raises(LoaderError, match="closed"):
         next(loader), next(loader)

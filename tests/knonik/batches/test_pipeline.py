@@ -113,6 +113,7 @@ def test_one_thread_more_decodes_the_first_batch_and_no_other() -> None:
         lookahead_batches=2,
         stages={name: Stage() for name in ("fetch", "decode", "assemble", "transform")},
     )
+    pipeline.start()
     assert [pipeline.take().begin for _ in range(3)] == [0, 2, 4]
     pipeline.close()
     assert pictures.later == {"knonik-decode-0"}
@@ -140,6 +141,7 @@ def test_closing_lets_go_of_files_behind_the_last_thread_and_waits_for_no_clock(
         lookahead_batches=2,
         stages={name: Stage() for name in ("fetch", "decode", "assemble", "transform")},
     )
+    pipeline.start()
     pictures.begun.wait()
     closing = threading.Thread(target=pipeline.close, daemon=True)
     closing.start()

@@ -125,5 +125,5 @@ def test_what_cannot_be_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(FileNotFoundError, match=r"no config.json .* \(model.vae\)"):
         load_vae(tmp_path)
     monkeypatch.setitem(sys.modules, "diffusers", None)
-    with pytest.raises(ImportError, match=r"pip install 'robot-recipes\[cosmos3\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[cosmos3\]'"):
         tiny_vae()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from models.common.block_options import CheckpointingConfig
@@ -163,6 +163,39 @@ def counted(module: Recorded) -> Iterator[list[tuple[str, str, int, torch.dtype]
     finally:
         for name, original in kept.items():
             setattr(dist, name, original)
+
+
+@contextmanager
+def kept_for_backward(*parts: nn.Module) -> Iterator[list[dict[str, int]]]:
+    """How often each part is called inside, and how many tensors its calls keep for a backward pass."""
+    counts = [{"calls": 0, "tensors": 0} for _ in parts]
+    handles = []
+
+    def listen(number: int, part: nn.Module) -> None:
+        open_hooks: list[Any] = []
+
+        def begin(*_: Any) -> None:
+            def keep(tensor: Tensor) -> Tensor:
+                counts[number]["tensors"] += 1
+                return tensor
+
+            hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+            hooks.__enter__()
+            open_hooks.append(hooks)
+            counts[number]["calls"] += 1
+
+        def end(*_: Any) -> None:
+            open_hooks.pop().__exit__(None, None, None)
+
+        handles.extend((part.register_forward_pre_hook(begin), part.register_forward_hook(end)))
+
+    for number, part in enumerate(parts):
+        listen(number, part)
+    try:
+        yield counts
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def frozen_facts(module: Recorded, trained: int) -> dict[str, Any]:

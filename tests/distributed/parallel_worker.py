@@ -16,7 +16,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 import parallel_runs
-from parallel_runs import SAMPLES, STEPS, Recorded, counted, frozen_facts
+from parallel_runs import SAMPLES, STEPS, Recorded, counted, frozen_facts, kept_for_backward
 
 from models.common.block_options import CompileConfig
 from models.common.mesh import MeshStrategy, bf16_policy, gathered
@@ -102,9 +102,11 @@ def on_two(folder: Path, results: dict[str, Any]) -> None:
     results["folded"] = train(make_module(fold_clip=True), MeshStrategy(1, 2))
     for name, config in (("top layer", {"tune_top_llm_layers": 1}), ("no dit", {"tune_diffusion_model": False})):
         module = make_module(**config)
-        with counted(module) as seen:
+        backbone = module.network.backbone
+        frozen = backbone if name == "no dit" else backbone.model.model.language_model.layers[0]
+        with counted(module) as seen, kept_for_backward(frozen, module.network.action_head.vlln) as kept:
             results[name] = train(module, MeshStrategy(1, 2))
-        results[name] |= {"collectives": seen, **frozen_facts(module, results[name]["trained"])}
+        results[name] |= {"collectives": seen, "kept": kept, **frozen_facts(module, results[name]["trained"])}
     module = make_module()
     with counted(module) as seen:
         results["bf16"] = train(module, MeshStrategy(1, 2, bf16_policy()), precision="bf16-mixed")

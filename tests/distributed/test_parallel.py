@@ -93,12 +93,16 @@ def test_accumulated_steps_add_over_replicas_once(plain: dict[str, Any], four: d
 @distributed
 @pytest.mark.parametrize("name", ["no dit", "top layer"])
 def test_frozen_parameters_cost_nothing(two: dict[str, Any], name: str) -> None:
-    """No gradient, no optimizer state, no shard; every gathered element is one of a trained parameter."""
+    """No gradient, no optimizer state, no shard, no activation for a backward; what is gathered is trained."""
     facts = two[name]
     config = {"no dit": {"tune_diffusion_model": False}, "top layer": {"tune_top_llm_layers": 1}}[name]
     reference = worker.train(worker.make_module(**config))
     assert_same(reference, facts, name)
     assert facts["frozen"] > 0
+    of_frozen, of_trained = facts["kept"]
+    assert of_frozen == {"calls": STEPS, "tensors": 0}
+    assert of_trained["calls"] == STEPS
+    assert of_trained["tensors"] > 0
     for key in ("frozen_gradients", "frozen_shards", "states_too_many", "unsharded"):
         assert facts[key] == 0, key
     gathers = [(phase, size) for kind, phase, size, _ in facts["collectives"] if kind == "all_gather"]

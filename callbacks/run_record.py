@@ -67,8 +67,7 @@ class RunRecord:
             window.samples,
             window.flops,
             [window.world_size] * len(window),
-            *(getattr(window, name) for name in MORE_COLUMNS if name != "warm_up"),
-            [*map(int, window.warm_up)],
+            *([+value for value in getattr(window, name)] for name in MORE_COLUMNS),  # plus makes a number of a bool
         )
         lines = [",".join(map(repr, row)) for row in zip(*columns, strict=True)]
         if self._open is None:

@@ -101,12 +101,13 @@ def gather(steps: Sequence[Step], device: torch.device) -> Window:
     """
     given = [step.loss_weight for step in steps if step.loss_weight is not None]
     assert len(given) in (0, len(steps)), "a module gives a weight in every step or in none"
-    losses = torch.stack([*(step.loss for step in steps), *given]).to(device, torch.float64).view(-1, len(steps))
+    losses = torch.stack([step.loss for step in steps]).to(device, torch.float64)
     world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if world_size == 1:
-        return _of_one_rank(steps, losses[0].tolist())
+        return _of_one_rank(steps, losses.tolist())
     table = torch.tensor([_of_step(step) for step in steps], dtype=torch.float64, device=device)
-    local = torch.cat([table, losses.T], dim=1)
+    weights = [torch.stack(given).to(device, torch.float64).unsqueeze(1)] if given else []
+    local = torch.cat([table, losses.unsqueeze(1), *weights], dim=1)
     parts = [torch.empty_like(local) for _ in range(world_size)]
     dist.all_gather(parts, local)
     ranks = torch.stack(parts).cpu().numpy()  # [ranks, steps, columns]

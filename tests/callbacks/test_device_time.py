@@ -127,3 +127,18 @@ def test_the_proportional_set_is_read_as_seldom_as_it_is_slow(monkeypatch: pytes
     assert sum("mem/pss_gib" in metrics for metrics in seen) == 3
     assert 0.1 * len(reads) <= now[0] / Host.EASE + 0.1
     assert host.summary()["peak_pss_gb"] == pytest.approx(2**30 / 1e9)
+
+
+def test_figures_of_the_host_stand_until_it_is_time_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("callbacks.host.time.perf_counter", lambda: now[0])
+    window, sizes = Window([1], [1.0], [1.0], [0.0], [0], [1], [0], 1), iter([1, 2, 3])
+    host = Host(every_s=1.0)
+    monkeypatch.setattr("callbacks.host.resident_bytes", lambda process: next(sizes) * 2**30)
+    host._tree = [1]
+    monkeypatch.setattr(host, "_look_closely", lambda: None)
+    seen = []
+    for _ in range(4):
+        seen.append(host.measure(window)["mem/rss_gib"])
+        now[0] += 0.6
+    assert seen == [1.0, 1.0, 2.0, 2.0]

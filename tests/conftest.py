@@ -70,6 +70,28 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+class MadeTime:
+    """Stands for the module `time`: nothing takes time but to sleep, however busy the machine is."""
+
+    def __init__(self) -> None:
+        self.now_s = 5.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@pytest.fixture
+def made_time(monkeypatch: pytest.MonkeyPatch) -> MadeTime:
+    """What a run's clock and its listener take the time from in this test."""
+    made = MadeTime()
+    monkeypatch.setattr("callbacks.step_clock.time", made)
+    monkeypatch.setattr("callbacks.listener.time", made)
+    return made
+
+
 class Since:
     """What this process has come to hold since this was made: threads and open files.
 

@@ -19,32 +19,15 @@ from callbacks.window import Window
 SLOW_S = 0.03
 
 
-class Time:
-    """Stands for the module: time passes where a test says so, and nowhere else, however busy the machine is."""
-
-    def __init__(self) -> None:
-        self.now_s = 5.0
-
-    def perf_counter(self) -> float:
-        return self.now_s
-
-    def sleep(self, seconds: float) -> None:
-        self.now_s += seconds
-
-
 @pytest.fixture(autouse=True)
-def time(monkeypatch: pytest.MonkeyPatch) -> Time:
-    """What the clock and its listener take the time from."""
-    made = Time()
-    monkeypatch.setattr("callbacks.step_clock.time", made)
-    monkeypatch.setattr("callbacks.listener.time", made)
-    return made
+def time(made_time: Any) -> Any:
+    return made_time
 
 
 class Slow:
     """Endless batches; those whose number is in `slow` arrive late."""
 
-    def __init__(self, time: Time, slow: set[int]) -> None:
+    def __init__(self, time: Any, slow: set[int]) -> None:
         self.time = time
         self.slow = slow
 
@@ -71,7 +54,7 @@ class Line(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def run(callbacks: list[Callback], tmp_path: Path, time: Time, **options: Any) -> Trainer:
+def run(callbacks: list[Callback], tmp_path: Path, time: Any, **options: Any) -> Trainer:
     trainer = Trainer(
         accelerator="cpu",
         callbacks=callbacks,
@@ -86,7 +69,7 @@ def run(callbacks: list[Callback], tmp_path: Path, time: Time, **options: Any) -
     return trainer
 
 
-def test_waits_are_charged_to_steps_and_micro_batches_add_up(tmp_path: Path, time: Time) -> None:
+def test_waits_are_charged_to_steps_and_micro_batches_add_up(tmp_path: Path, time: Any) -> None:
     clock = StepClock(time.perf_counter())
     run([clock], tmp_path, time, max_steps=4, accumulate_grad_batches=2)
     steps = clock.drain()
@@ -102,7 +85,7 @@ def test_waits_are_charged_to_steps_and_micro_batches_add_up(tmp_path: Path, tim
     assert clock.drain() == []
 
 
-def test_every_step_is_recorded_once(tmp_path: Path, time: Time) -> None:
+def test_every_step_is_recorded_once(tmp_path: Path, time: Any) -> None:
     clock, record = StepClock(time.perf_counter()), RunRecord(tmp_path)
     record.resume_at(0)
     run([clock, Metrics(clock, [], record)], tmp_path, time, max_steps=7, log_every_n_steps=3)
@@ -134,7 +117,7 @@ class Count:
         return {}
 
 
-def test_the_steps_of_a_checkpoint_are_on_disk_before_it(tmp_path: Path, time: Time) -> None:
+def test_the_steps_of_a_checkpoint_are_on_disk_before_it(tmp_path: Path, time: Any) -> None:
     clock, record, meter = StepClock(time.perf_counter()), RunRecord(tmp_path), Count()
     record.resume_at(0)
     saver = Save(record, step=5)
@@ -144,7 +127,7 @@ def test_the_steps_of_a_checkpoint_are_on_disk_before_it(tmp_path: Path, time: T
     assert [row["step"] for row in record.rows()] == list(range(1, 8))
 
 
-def test_checkpoints_and_validation_are_left_out_of_the_step(tmp_path: Path, time: Time) -> None:
+def test_checkpoints_and_validation_are_left_out_of_the_step(tmp_path: Path, time: Any) -> None:
     clock = StepClock(time.perf_counter())
     clock.setup(Trainer(logger=False, accelerator="cpu"), Line(), "fit")
     listener = clock._listener
@@ -167,7 +150,7 @@ class Kill(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_signal_saves_once_and_stops_at_a_whole_step(tmp_path: Path, time: Time) -> None:
+def test_a_signal_saves_once_and_stops_at_a_whole_step(tmp_path: Path, time: Any) -> None:
     saved: list[int] = []
     preemption = Preemption(lambda trainer: saved.append(trainer.global_step))
     before = signal.getsignal(signal.SIGTERM)

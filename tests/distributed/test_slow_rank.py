@@ -98,24 +98,8 @@ def train(folder: Path, case: str, rank: int, ranks: int) -> dict[str, Any]:
     }
 
 
-class Asleep:
-    """Stands for the module `time`: nothing takes time but to sleep."""
-
-    def __init__(self) -> None:
-        self.now_s = 5.0
-
-    def perf_counter(self) -> float:
-        return self.now_s
-
-    def sleep(self, seconds: float) -> None:
-        self.now_s += seconds
-
-
-def test_a_slowed_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asleep = Asleep()
-    monkeypatch.setitem(globals(), "time", asleep)
-    monkeypatch.setattr("callbacks.step_clock.time", asleep)
-    monkeypatch.setattr("callbacks.listener.time", asleep)
+def test_a_slowed_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made_time: Any) -> None:
+    monkeypatch.setitem(globals(), "time", made_time)
     found = train(tmp_path, "loader", 0, 1)
     assert found["metrics"]["time/data_wait_s"] == pytest.approx(found["loader_s"])
     assert found["loader_s"] == pytest.approx((STEPS - 1) / STEPS * LOADER_S)
